@@ -100,6 +100,15 @@ def random_layer(
     return Layer(*w13, *random_weights(gen, experts, hidden, intermediate, weights=weights))
 
 
+def random_biases(gen: torch.Generator, experts: int, hidden: int, intermediate: int) -> dict[str, torch.Tensor]:
+    """Returns biases as the ops take them; sums and results of random layers are about as large."""
+
+    def draw(rows: int) -> torch.Tensor:
+        return torch.randn(experts, rows, generator=gen, device=gen.device)
+
+    return {"w13_bias": draw(2 * intermediate), "w2_bias": draw(hidden) / 4}
+
+
 ROUTINGS = ("distinct", "one_expert", "first_half", "some_missing", "nowhere", "out_of_range")
 
 
@@ -373,8 +382,10 @@ def layer_reference(
     quantized: bool,
     ue8m0: bool = False,
     activation: Activation = SILU,
+    biases: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Returns the layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
+    b13, b2 = (biases[name].double() if biases else torch.zeros(len(layer.w13), 1) for name in ("w13_bias", "w2_bias"))
 
     def as_fp8(values: torch.Tensor) -> torch.Tensor:
         return dequantize_tokens(*reference.quantize(values, ue8m0)) if quantized else values.double()
@@ -386,10 +397,10 @@ def layer_reference(
     total = torch.zeros_like(tokens)
     for e in range(layer.w13.shape[0]):
         token, column = (ids == e).nonzero(as_tuple=True)
-        gate_up = tokens[token] @ dequantize_weights(layer.w13[e], layer.w13_scale[e]).T
+        gate_up = tokens[token] @ dequantize_weights(layer.w13[e], layer.w13_scale[e]).T + b13[e].to(tokens)
         gate_up = as_bf16(gate_up) if activation == SILU else gate_up
         inner = as_fp8(swiglu(gate_up, activation, rounded=quantized))
-        down = as_bf16(inner @ dequantize_weights(layer.w2[e], layer.w2_scale[e]).T)
+        down = as_bf16(inner @ dequantize_weights(layer.w2[e], layer.w2_scale[e]).T + b2[e].to(tokens))
         total.index_add_(0, token, topk_weights[token, column, None].double() * down)
     return total
 

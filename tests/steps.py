@@ -64,9 +64,9 @@ def format_of(weight: Quantized) -> WeightFormat:
     return FP8_CHANNEL if weight[1].shape[-2:] == (weight[0].shape[-2], 1) else FP8_BLOCK
 
 
-def weights_of(weight: Quantized) -> Weights:
-    *experts, n, k = weight[0].shape
-    return Weights(weight[0].data_ptr(), experts[0] if experts else 1, n, k, weight[1].data_ptr())
+def weights_of(weight: Quantized, bias: torch.Tensor | None = None) -> Weights:
+    (*experts, n, k), added = weight[0].shape, 0 if bias is None else bias.data_ptr()
+    return Weights(weight[0].data_ptr(), experts[0] if experts else 1, n, k, weight[1].data_ptr(), bias=added)
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------
@@ -298,6 +298,7 @@ def gate_up(
     tokens: torch.Tensor | None = None,
     split: SplitK | None = None,
     out: Quantized | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Quantized:
     """GEMM 1 of the experts with its activation, for rows that the tiles name.
 
@@ -307,6 +308,7 @@ def gate_up(
             needs it.
         split: of the kernel for few rows, which counts in `tiles.done_counters` only with it.
         out: e4m3 `[G * max_m, I]` and K-major scales to write to, or None.
+        bias: float32 `[G, 2I]` or None.
     Returns:
         e4m3 `[G, max_m, I]` and its scales, K-major over all rows.
     """
@@ -314,11 +316,11 @@ def gate_up(
     device, intermediate = device_of(w13[0]), w13[0].shape[1] // 2
     q, scales = out or empty_quantized(groups * max_m, intermediate, w13[0].device)
     inner = Rows.k_major(q.data_ptr(), scales.data_ptr(), groups * max_m, intermediate)
-    weights, a_rows, at = weights_of(w13), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
+    weights, a_rows, at = weights_of(w13, bias), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
     kept = (a[1], 0, 0) if a_rows else k_major(*a)
     x, blocks = rows_of(a[0], kept), device.multiprocessors
     shape, numbers = MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), activation.numbers
-    spec = LayerSpec(shape, format_of(w13), ue8m0, activation)
+    spec = LayerSpec(shape, format_of(w13), ue8m0, activation, bias is not None)
     if not tiles.tile.streams_weights:
         first = gate_up_key(spec, bool(a_rows))
         launch(device, [gate_up_launch(first, blocks, x, weights, inner, at, numbers, a_rows=a_rows)])
@@ -341,6 +343,7 @@ def grouped_gemm(
     *,
     after_gate_up: bool = False,
     row_counters: int = 0,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """`out[i] = a[i] @ b[expert of the tile].T` for rows that the tiles name; i over all groups.
 
@@ -349,9 +352,10 @@ def grouped_gemm(
             before that ends: where `tiles.done_counters`; for few rows always, and waits for rows only with
             `row_counters`.
         row_counters: for few rows the counters of each row tile in `tiles.done_counters`; 0: nothing has counted there.
+        bias: float32 `[G, n]` or None, added to each row.
     """
-    device, scales, weights = device_of(out), k_major(*a), weights_of(b)
-    rows, key = rows_of(a[0], scales), grouped_key(tiles.tile, tiles.keep_b, format_of(b))
+    device, scales, weights = device_of(out), k_major(*a), weights_of(b, bias)
+    rows, key = rows_of(a[0], scales), grouped_key(tiles.tile, tiles.keep_b, format_of(b), bias is not None)
     target, blocks = (out.data_ptr(), tiles.addresses), device.multiprocessors
     if tiles.tile.streams_weights:
         columns = columns_at_once(rows.rows, weights.experts, weights.n, weights.k)

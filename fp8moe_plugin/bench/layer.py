@@ -263,7 +263,7 @@ def float32_layer(
     x = hidden_states.float()
     out = torch.zeros_like(x)
     for e in ids.unique().tolist():
-        w13, w2 = (dequantize_blocks(q[e], scales[e], stored) for q, scales in weights)
+        w13, w2 = (dequantize_blocks(q[e], scales[e], stored) for q, scales in (weights.w13, weights.w2))
         token, column = (ids == e).nonzero(as_tuple=True)
         gate, up = (x[token] @ w13.T).chunk(2, -1)
         gate = gate.clamp(max=gate_limit)

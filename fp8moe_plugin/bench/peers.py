@@ -45,7 +45,7 @@ def make_peer(
 
     config = vllm_layer(experts, tokens, activation)
     experts_class = _peer_class(name, config, stored)
-    (w13, w13_scale), (w2, w2_scale) = _gate_last(weights) if name == "flashinfer" else weights
+    (w13, w13_scale), (w2, w2_scale), _ = _gate_last(weights) if name == "flashinfer" else weights
     by_row = stored is FP8_CHANNEL
     scales = fp8_w8a8_moe_quant_config(
         w1_scale=w13_scale,

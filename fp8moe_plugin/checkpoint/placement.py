@@ -71,14 +71,10 @@ def dense_kind_refusal(weights: WeightFormat, kernels: str = "") -> str | None:
 
 
 def kind_refusal(
-    weights: WeightFormat, activation: Activation, bias: bool = False, formats: Sequence[WeightFormat] = FORMATS
+    weights: WeightFormat, activation: Activation, formats: Sequence[WeightFormat] = FORMATS
 ) -> str | None:
     """Returns the property of experts that no kernel supports, or None. `formats`: those that have kernels."""
-    if weights not in formats:
-        return f"weights in the format {weights.name}"
-    if refusal := activation.refusal:
-        return refusal
-    return "a bias" if bias else None
+    return f"weights in the format {weights.name}" if weights not in formats else activation.refusal
 
 
 def sglang_experts(stored: WeightFormat | None) -> Engine:

@@ -239,7 +239,7 @@ DEVICE void multiply_tiles(const Operands& in, u16* d) {
         Fragment<kTileN> sum;
         copy_row_scales(shared.row_scales(warp / 4), in.weight_scales + column, min(kTileN, in.n - column));
         multiply(shared, ring, in.k_blocks, warp / 4, 128 - column % 128, sum);
-        await_row_scales(warp / 4);
+        await_row_values(warp / 4);
         scale_columns(shared.row_scales(warp / 4), sum);
         store(shared, warp / 4, d, in, row, column, sum);
     }

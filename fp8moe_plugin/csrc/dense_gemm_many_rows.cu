@@ -246,7 +246,7 @@ DEVICE void multiply_tiles(SharedMemory shared, const Operands& in, const Result
         copy_row_scales(row_scales, in.weight_scales + column, min(TILE_N, in.n - column));
         multiply_from<kColumnStep>(shared, ring, first, in.k_blocks, 128 - column % 128, sum);
         tiles.advance();
-        await_row_scales(warpgroup);
+        await_row_values(warpgroup);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) scale_columns(row_scales + half * kHalfN * 4, sum[half]);
         store(shared, out, warpgroup, row, min(rows, kWarpgroupM), column, sum);

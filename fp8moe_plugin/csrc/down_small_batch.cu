@@ -17,9 +17,12 @@
 //       scales    float32 [experts listed, I / 128, TOKENS]; kAbsent where the token does not have the expert
 //       tokens_written  int32 [experts listed, I / 128], tokens of a unit that have been written
 //       ids, expert_map  see expert_ids.cuh; the experts are listed as in expert_list.cuh
+//       BIAS: bias  float32 [experts, H], added to W2[e] @ q[e, t];    topk_weights, routed_scale  as
+//       gate_up_small_batch
 // Out:  out       bfloat16 [tokens, H]
 //
 // Grid: H / 128 clusters of `splits` thread blocks.
+#include "epilogue/weighted_biases.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 #include "pipeline/cluster_sum.cuh"
@@ -220,15 +223,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     down_small_batch(const __grid_constant__ WeightMap w_map, const __grid_constant__ TensorMap q_map,
                      const WeightScale* w_scales, const float* scales, const int* tokens_written, const void* ids,
                      const int* expert_map, u16* out, int ids_64, int shared_expert, int routed_experts,
-                     int num_experts, int tokens, int topk, int hidden, int intermediate, int splits) {
+                     int num_experts, int tokens, int topk, int hidden, int intermediate, int splits, const float* bias,
+                     const float* topk_weights, float routed_scale) {
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
     const Cluster cluster{shared.parts(), shared.received(0), splits, share.split, tokens};
+    const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts};
     ExpertList& list = list_at(SharedMemory::offset<List>());
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp == kWeightWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);
-        list_experts({ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts}, list);
+        list_experts(router, list);
     }
     if (threadIdx.x == 0) cluster.init();
     init_weights(shared.at<WeightTables>(0));
@@ -242,14 +247,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         load_tokens(shared, share, &q_map, scales, {tokens_written, tokens, share, list}, list);
         cluster.wait();
     } else {
-        Fragment<kTokens> sum[1];
+        Fragment<kTokens> sum[1], biases;
         Ring<kStages> ring;
+        clear(biases);
+        if constexpr (kBias) {  // while gate_up_small_batch runs; once for the cluster
+            const WeightedBiases<kTokens> weighted{bias, hidden, topk_weights, routed_scale, router};
+            if (share.split == 0) weighted.load(share.channel + warp / 4 * 64, tokens, biases);
+        }
         if constexpr (kScalesOfRows)
             multiply_units(shared, ring, {share, list}, share, list, w_scales, warp / 4 * 64, sum);
         else if constexpr (kDecodedToRegisters)
             multiply_decoded(shared, ring, share.units(list), warp / 4 * 64, sum);
         else
             multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), warp / 4 * 64, 0, sum);
+        if constexpr (kBias)
+#pragma unroll
+            for (int e = 0; e < kTokens / 2; ++e) sum[0][e] += biases[e];
         cluster.wait();  // the other blocks have initialized their barriers
         cluster.send(sum[0]);
         cluster.store(out, hidden, share.channel);

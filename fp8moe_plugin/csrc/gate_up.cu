@@ -7,6 +7,7 @@
 //
 // In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of 128 rows of weights
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride;    b_scales  [experts, N / 128, K / 128]
+//       bias      BIAS: float32 [experts, N], added to [gate, up]
 //       GATHER: row i of A is row a_rows[i] of `gathered`, e4m3 [T, K], whose scales are float32 [T, K / 128]
 //       table, num_tiles  see tile_table.cuh
 //       done_counters  see done_counters.cuh: the stored columns of each row tile are counted, so that the second GEMM
@@ -29,7 +30,8 @@ struct GatheredTile : Once<kCount, 16> {};  // which the producer's warps share
 // The staging area holds 64 rows of each warpgroup, then the tail, which the warpgroups share.
 using SharedMemory =
     RowTileStages<kHalves, kBlockM + kTailRows, Amax<2 * kMathWarpgroups * kWarpgroupM>, GatheredTile<GATHER>,
-                  Listed<kMathWarpgroups * StoredTiles::kMost>, StagedRowScales<kMathWarpgroups * kHalves * kHalfN>>;
+                  Listed<kMathWarpgroups * StoredTiles::kMost>, StagedRowScales<kMathWarpgroups * kHalves * kHalfN>,
+                  StagedBiases<kMathWarpgroups * kHalves * kHalfN>>;
 constexpr int kStages = SharedMemory::kStages;
 using TileRings = Rings<kStages, false>;
 
@@ -78,39 +80,47 @@ DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
 template <int kColumns, bool kHasTail>
-DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& in, const QuantizedRows& out,
-                         const Tile& tile, int warpgroup, int row_block, int column, int& buffer, StoredTiles& stored) {
+DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& in, const float* bias,
+                         const QuantizedRows& out, const Tile& tile, int warpgroup, int row_block, int column,
+                         int& buffer, StoredTiles& stored) {
     Fragment<kColumns> sum[kHalves];
     Tail tail[kHalves];
     auto scales_at = [&](int half, int row) {
         return shared.at<StagedRowScales>((warpgroup * kHalves + half) * kHalfN + row);
     };
+    auto biases_at = [&](int half, int row) {
+        return shared.at<StagedBiases>((warpgroup * kHalves + half) * kHalfN + row);
+    };
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
         int row = tile.expert * in.n + half * out.channels + tile.column * kHalfN;
         copy_row_scales(scales_at(half, 0), in.weight_scales + row, kHalfN);
+        copy_biases(biases_at(half, 0), bias + row, kHalfN);
     }
     multiply_row_tile<kHalves, kColumns, kHasTail, GATHER>(shared, rings, in.k_blocks, tile, row_block, 0, column, sum,
                                                            tail);
-    await_row_scales(warpgroup);
+    await_row_values(warpgroup);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
         scale_columns(scales_at(half, column), sum[half]);
-        if (kHasTail) scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);
+        add_to_columns(biases_at(half, column), sum[half]);
+        if (!kHasTail) continue;
+        scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);
+        add_to_rows(biases_at(half, warpgroup * kWarpgroupM), tail[half]);
     }
     store_quantized<kColumns>(shared, out, tile, warpgroup, row_block, buffer, stored, sum[0], sum[1]);
     if (kHasTail) store_quantized_tail(shared, out, tile, warpgroup, buffer, tail[0], tail[1]);
 }
 
-DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const QuantizedRows& out,
-                         const Tile& tile, int warpgroup, int& buffer, StoredTiles& stored) {
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const float* bias,
+                         const QuantizedRows& out, const Tile& tile, int warpgroup, int& buffer, StoredTiles& stored) {
     if (tile.rows > kBlockM)
-        compute_rows<kHalfN, true>(shared, rings, in, out, tile, warpgroup, warpgroup, 0, buffer, stored);
+        compute_rows<kHalfN, true>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else if (tile.rows > kWarpgroupM)
-        compute_rows<kHalfN, false>(shared, rings, in, out, tile, warpgroup, warpgroup, 0, buffer, stored);
+        compute_rows<kHalfN, false>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else  // few rows: each warpgroup takes half of the channels instead
-        compute_rows<kHalfN / 2, false>(shared, rings, in, out, tile, warpgroup, 0, warpgroup * kHalfN / 2, buffer,
-                                        stored);
+        compute_rows<kHalfN / 2, false>(shared, rings, in, bias, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
+                                        buffer, stored);
 }
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
@@ -120,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map, const float* a_scales,
             int a_scale_expert_stride, int a_scale_k_stride, const WeightScale* b_scales, const uint4* gathered,
             const int* a_rows, u8* d, float* d_scales, int* done_counters, const int4* table, int* num_tiles, int m,
-            int n, int k, Activation activation) {
+            int n, int k, Activation activation, const float* bias) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
@@ -149,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             Tile tile = published_tile(shared.tile(rings.tokens.stage));
             if (tile.rows == 0) break;
-            compute_tile(shared, rings, in, out, tile, warpgroup, buffer, stored);
+            compute_tile(shared, rings, in, bias, out, tile, warpgroup, buffer, stored);
         }
         stored.finish(shared, warpgroup);
     }

@@ -12,6 +12,7 @@
 //       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       a_rows      int32 [m], the token of each row
 //       partial     float32 [2 * I * m * splits]; unused with one split
+//       bias        BIAS: float32 [experts, 2 * I], added to the sums of all splits
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
 //                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
@@ -72,6 +73,7 @@ struct Result {
     int m, intermediate;
     Splits splits;
     Activation activation;
+    const float* bias;
 };
 
 using Queue = TileQueue<kCutRows>;
@@ -176,11 +178,14 @@ template <int kTokens>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
                          const Tile& tile, int warpgroup) {
     Fragment<kTokens> sum[kSlabs];
-    const RowScales<2 * kSlabs> scales(in.weight_scales, [&](int i) {
+    auto row = [&](int i) {
         int channel =
             in.splits.group_of(tile) * kBlockI + channel_of_slab<kSlabs>(i / 2, threadIdx.x / kWarp, lane_of_warp());
         return (tile.expert * 2 + i % 2) * in.intermediate + channel;
-    });
+    };
+    const RowScales<2 * kSlabs> scales(in.weight_scales, row);
+    static_assert(!(kBias && kManyRows), "there are no registers for biases of many rows");
+    const RowBiases<2 * kSlabs> biases(out.bias, row);
 #if MANY_ROWS
     multiply_gate_and_up<kTokens>(shared, ring, in.steps, warpgroup * kSlabs * 64, sum);
 #else
@@ -189,6 +194,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
     if (kManyRows || in.splits.count == 1 ||
         add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
+        biases.add_to(sum);
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
         if (!out.done.counters) return;
         __threadfence();
@@ -203,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ WeightMap w_map, const uint4* x, const float* x_scales,
                      const WeightScale* w_scales, const int* a_rows, u8* q, float* scales, float* partial,
                      int* done_counters, const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
-                     int counters_per_tile, Activation activation) {
+                     int counters_per_tile, Activation activation, const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
     init_weights(shared.at<WeightTables>(0));
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
@@ -219,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         load_tiles(shared, in, queue);
     } else {
         increase_registers<kMathRegisters>();
-        Result out{q, scales, partial, {done_counters, counters_per_tile}, m, intermediate, {splits}, activation};
+        const DoneCounters done{done_counters, counters_per_tile};
+        Result out{q, scales, partial, done, m, intermediate, {splits}, activation, bias};
         Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);

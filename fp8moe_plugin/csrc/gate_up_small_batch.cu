@@ -9,7 +9,7 @@
 // Roles: two math warpgroups, for the rows of the gate and of the up projection, or for 64 channels each where chunks
 // have both; a warp that loads weights; a warp for each token that the block finishes.
 //
-// In:   w_map       of w13, see gate_up_rows.cuh
+// In:   w_map       of w13, see gate_up_rows.cuh;    bias  with BIAS, float32 [experts, 2 * I], added to w13 @ x
 //       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk - shared_expert]
 // Out:  q           e4m3 [experts listed, TOKENS, I]; not written for a token that does not have the expert
@@ -183,6 +183,7 @@ struct Result {
     float* scales;
     int* tokens_written;
     Activation activation;
+    const float* bias;
 
     // Marks the cluster's tiles as not written, and their experts as absent from all tokens; by a warp of the first
     // block, before the cluster's blocks meet and the next kernel starts. `most_tiles`: an upper bound of the batch's
@@ -200,7 +201,7 @@ struct Result {
 };
 
 // The activation of the lane's four channels as bfloat16, from the sums of all blocks.
-DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelScales& scales, const Activation& activation) {
+DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelValues& values, const Activation& activation) {
     float4 half[2] = {};
 #pragma unroll(kStoredPaired ? kCluster / 2 : kCluster)  // or paired ones would spill registers
     for (int from = 0; from < kCluster; ++from)
@@ -209,7 +210,7 @@ DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelScales& s
             float4 part = load_shared_float4(sums_at(shared, finished, from, h) + lane_of_warp() * 16);
             half[h].x += part.x, half[h].y += part.y, half[h].z += part.z, half[h].w += part.w;
         }
-    complete_sums(half, scales);
+    complete_sums(half, values);
     return activation.of_four(half[0], half[1]);
 }
 
@@ -224,13 +225,11 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
-        const ChannelScales scales(w_scales, [&](int i) {
-            int channel = tile % groups * kBlockI + lane * 4 + i % 4;
-            return (list.experts[tile / groups] * 2 + i / 4) * size.intermediate + channel;
-        });
+        const ChannelValues values(w_scales, out.bias, list.experts[tile / groups], size.intermediate,
+                                   tile % groups * kBlockI);
         if (lane == 0) barrier_arrive_expect(received, kCluster * 2 * Sums<1>::kBytes);
         barrier_wait(received, phase);
-        uint2 value = any ? activated(shared, finished, scales, out.activation) : make_uint2(0, 0);
+        uint2 value = any ? activated(shared, finished, values, out.activation) : make_uint2(0, 0);
         __syncwarp();
         // Signal only blocks that will wait for it: others may have exited.
         if (lane < kCluster && tile + share.tile_stride < tiles)
@@ -257,12 +256,13 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
     gate_up_small_batch(const __grid_constant__ WeightMap w_map, const uint4* x, const WeightScale* w_scales,
                         const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
                         int* tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts,
-                        int tokens, int topk, int hidden, int intermediate, float routed_scale, Activation activation) {
+                        int tokens, int topk, int hidden, int intermediate, float routed_scale, Activation activation,
+                        const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
     const ProblemSize size{tokens, topk, hidden, intermediate};
     const Share share(size);
     const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts};
-    const Result result{q, scales, tokens_written, activation};
+    const Result result{q, scales, tokens_written, activation, bias};
     ExpertList& list = list_at(SharedMemory::offset<List>());
     int warp = warp_uniform(threadIdx.x / kWarp);
     bool math = warp < kMathWarps;

@@ -14,6 +14,7 @@
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride, plus expert * a_scale_expert_stride
 //       b_scales  float32 [experts, ceil(N / 128), K / 128]
 //       c         the addend, as d; null without (OUTPUT_BF16 has none)
+//       bias      BIAS, of OUTPUT_BF16: float32 [experts, N], added to each row
 //       table, num_tiles  see tile_table.cuh
 //       done_counters  as the second GEMM of the experts it shares the table and these with gate_up.cu, and may start
 //                 while that still runs (PDL); null: it waits for the previous kernel, which may make the table
@@ -35,15 +36,17 @@ using Accumulator = Fragment<kHalfN>;
 // The staging area holds 64 rows of each warpgroup and part of 64 columns, then the tails.
 constexpr int kStagedRows = kHalves * kStagedRowsOfHalf;  // of a warpgroup
 using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalves * kTailRows),
-                                   StagedRowScales<kMathWarpgroups * BLOCK_N>>;
+                                   StagedRowScales<kMathWarpgroups * BLOCK_N>, StagedBiases<kMathWarpgroups * BLOCK_N>>;
 constexpr int kStages = SharedMemory::kStages;
-static_assert(!kScalesOfRows || OUTPUT == OUTPUT_BF16, "stores from registers have no barrier between tiles");
+static_assert(!(kScalesOfRows || kBias) || OUTPUT == OUTPUT_BF16,
+              "stores from registers have no barrier between tiles");
 
 struct Result {
     const TensorMap* map;
     void* d;
     const void* c;
     int n;
+    const float* bias;
 };
 
 // ---- producer: one warp --------------------------------------------------------------------------------------------
@@ -91,15 +94,23 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
     auto scales_at = [&](int half, int row) {
         return shared.at<StagedRowScales>((warpgroup * kHalves + half) * kHalfN + row);
     };
+    auto biases_at = [&](int half, int row) {
+        return shared.at<StagedBiases>((warpgroup * kHalves + half) * kHalfN + row);
+    };
     copy_row_scales(scales_at(0, 0), in.weight_scales + tile.expert * in.n + tile.column * BLOCK_N,
                     min(BLOCK_N, in.n - tile.column * BLOCK_N));
+    copy_biases(biases_at(0, 0), out.bias + tile.expert * in.n + tile.column * BLOCK_N,
+                min(BLOCK_N, in.n - tile.column * BLOCK_N));
     multiply_row_tile<kCount, kHalfN, kHasTail, false>(shared, rings, in.k_blocks, tile, row_block, first_half, 0, sum,
                                                        tail);
-    await_row_scales(warpgroup);
+    await_row_values(warpgroup);
 #pragma unroll
     for (int half = 0; half < kCount; ++half) {
         scale_columns(scales_at(first_half + half, 0), sum[half]);
-        if (kHasTail) scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);
+        add_to_columns(biases_at(first_half + half, 0), sum[half]);
+        if (!kHasTail) continue;
+        scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);
+        add_to_rows(biases_at(half, warpgroup * kWarpgroupM), tail[half]);
     }
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     int column = tile.column * BLOCK_N + first_half * kHalfN;
@@ -142,7 +153,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
                  const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
                  const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const WeightScale* b_scales,
-                 void* d, const void* c, int* done_counters, const int4* table, int* num_tiles, int m, int n, int k) {
+                 void* d, const void* c, int* done_counters, const int4* table, int* num_tiles, int m, int n, int k,
+                 const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
@@ -161,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
     } else {
         increase_registers<kMathRegisters>();
-        Result out{&d_map, d, c, n};
+        Result out{&d_map, d, c, n, bias};
         while (true) {
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             Tile tile = published_tile(shared.tile(rings.tokens.stage));

@@ -10,6 +10,7 @@
 //
 // In:   a_map, a_wide_map  boxes of 8 rows of A, and of 32 (MANY_ROWS: 16);    b_map  boxes of 128 rows of weights
 //       a_scales, b_scales, table, num_tiles  as in grouped_gemm.cu
+//       bias      BIAS: float32 [experts, N], added to each row
 //       claim_pair  which of the table's counters deals out the tiles
 //       done_counters, counters_per_tile  A is the result of gate_up_few_rows, which may still run (PDL), see
 //                 done_counters.cuh; null: it waits for the previous kernel, which may make the table
@@ -158,15 +159,17 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, co
 // ---- math ----------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
-DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, u16* d, const Tile& tile,
-                         int warpgroup) {
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const float* bias, u16* d,
+                         const Tile& tile, int warpgroup) {
     Fragment<kTokens> sum[1];
 #pragma unroll 1
     for (int column = tile.column * in.columns_at_once, end = column + in.columns_at_once; column < end; ++column) {
-        const RowScales<2> scales(in.weight_scales, [&](int i) {  // whose N is a multiple of kBlockN
+        auto weight_row = [&](int i) {  // N is a multiple of kBlockN
             int row = warpgroup * kWarpgroupN + warp_row(threadIdx.x) + lane_row(threadIdx.x) + row_offset(i);
             return tile.expert * in.n + column * kBlockN + row;
-        });
+        };
+        const RowScales<2> scales(in.weight_scales, weight_row);
+        const RowBiases<2> biases(bias, weight_row);
         const int row = warpgroup * kWarpgroupN, first_token = ActivationScales::offset(tile.row);
 #if MANY_ROWS
         multiply_rows<kTokens>(shared, ring, in.steps, row, first_token, sum[0]);
@@ -174,6 +177,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         multiply_stages<kTokens>(shared, ring, in.steps, row, first_token, sum);
 #endif
         scales.scale(sum);
+        biases.add_to(sum);
         store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, d, in.n, tile.row, tile.rows,
                                   column * kBlockN + warpgroup * kWarpgroupN, sum[0]);
     }
@@ -186,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
                           const __grid_constant__ WeightMap b_map, const float* a_scales, int a_scale_expert_stride,
                           int a_scale_k_stride, const WeightScale* b_scales, u16* d, const int4* table, int* num_tiles,
                           int m, int n, int k, int claim_pair, int columns_at_once, int* done_counters,
-                          int counters_per_tile) {
+                          int counters_per_tile, const float* bias) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
     init_weights(shared.at<WeightTables>(0));
@@ -213,18 +217,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             if (tile.rows == 0) break;
             switch (padded_tokens(tile.rows)) {
 #if MANY_ROWS
-                case 32: compute_tile<32>(shared, ring, in, d, tile, warpgroup); break;
-                case 64: compute_tile<64>(shared, ring, in, d, tile, warpgroup); break;
-                case 80: compute_tile<80>(shared, ring, in, d, tile, warpgroup); break;
-                case 96: compute_tile<96>(shared, ring, in, d, tile, warpgroup); break;
-                case 112: compute_tile<112>(shared, ring, in, d, tile, warpgroup); break;
-                case 128: compute_tile<128>(shared, ring, in, d, tile, warpgroup); break;
+                case 32: compute_tile<32>(shared, ring, in, bias, d, tile, warpgroup); break;
+                case 64: compute_tile<64>(shared, ring, in, bias, d, tile, warpgroup); break;
+                case 80: compute_tile<80>(shared, ring, in, bias, d, tile, warpgroup); break;
+                case 96: compute_tile<96>(shared, ring, in, bias, d, tile, warpgroup); break;
+                case 112: compute_tile<112>(shared, ring, in, bias, d, tile, warpgroup); break;
+                case 128: compute_tile<128>(shared, ring, in, bias, d, tile, warpgroup); break;
 #else
-                case 8: compute_tile<8>(shared, ring, in, d, tile, warpgroup); break;
-                case 16: compute_tile<16>(shared, ring, in, d, tile, warpgroup); break;
-                case 32: compute_tile<32>(shared, ring, in, d, tile, warpgroup); break;
+                case 8: compute_tile<8>(shared, ring, in, bias, d, tile, warpgroup); break;
+                case 16: compute_tile<16>(shared, ring, in, bias, d, tile, warpgroup); break;
+                case 32: compute_tile<32>(shared, ring, in, bias, d, tile, warpgroup); break;
 #endif
-                default: compute_tile<kTileTokens>(shared, ring, in, d, tile, warpgroup);
+                default: compute_tile<kTileTokens>(shared, ring, in, bias, d, tile, warpgroup);
             }
         }
     }

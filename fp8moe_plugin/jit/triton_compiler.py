@@ -102,7 +102,8 @@ def _compile(key: TritonKey) -> Any:
     from triton.compiler import ASTSource
 
     function = _kernels()[key.source]
-    parameters, constants = TRITON_SIGNATURES[key.source], dict(key.defines)
+    parameters, defaults = TRITON_SIGNATURES[key.source], {p.name: p.default for p in function.params if p.has_default}
+    constants = defaults | dict(key.defines)
     position = {name: i for i, name in enumerate(function.arg_names)}
     types = {p.name: p.type for p in parameters} | dict.fromkeys(constants, "constexpr")
     divisors = {(position[p.name],): [["tt.divisibility", p.divisor]] for p in parameters if p.divisor > 1}

@@ -8,6 +8,7 @@ from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import VARIANTS
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
@@ -46,9 +47,13 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
 
 
 def all_kernels(target: str = SM90) -> list[KernelKey]:
-    """Returns every kernel of a target: those of the layers, and those that only direct calls of the ops launch."""
+    """Returns every kernel of a target: those of the layers, and those that only direct calls of the ops launch.
+
+    Except those of biased experts in variants that gpt-oss, the only published model with biases, does not have.
+    """
     backend, scales = BACKENDS[target], (False, True)
     specs = [LayerSpec(EXAMPLE, *kind) for kind in itertools.product(FORMATS, scales, VARIANTS)]
+    specs += [LayerSpec(EXAMPLE, weights, activation=VARIANTS[1], bias=True) for weights in (FP8_BLOCK, PACKED_MXFP4)]
     computed = [pair for pair in itertools.product(specs, Arrival) if not backend.refusal(*pair)]
     layers = [backend.layer_kernels(*pair) for pair in computed]
     formats = [weights for weights in FORMATS if not dense_kind_refusal(weights)]

@@ -9,7 +9,7 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Address, Argument, Slot
 from fp8moe_plugin.plan.scratch import scale_pitch
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import LayerSpec
 
 Scratch = TypeVar("Scratch", bound=tuple[Any, ...])  # the offsets of an op's pieces of scratch memory
 
@@ -57,16 +57,26 @@ class Weights(NamedTuple):
     extent: Extent | None = None  # None: contiguous
     format: WeightFormat = FP8_BLOCK
     further_steps: int = 0  # see ops/mxfp4.py
+    bias: Address = 0  # float32 [experts, n]; 0: none
 
     @classmethod
     def of_experts(
-        cls, shape: MoeShape, format: WeightFormat, w13: Address, w13_scale: Address, w2: Address, w2_scale: Address
+        cls,
+        spec: LayerSpec,
+        w13: Address,
+        w13_scale: Address,
+        w2: Address,
+        w2_scale: Address,
+        w13_bias: Address,
+        w2_bias: Address,
     ) -> "tuple[Weights, Weights]":
-        """Returns w13 and w2 of a layer."""
-        _, hidden, intermediate, experts, _ = shape
+        """Returns w13 and w2 of a layer; the biases are not used unless it has them."""
+        _, hidden, intermediate, experts, _ = spec.shape
+        steps13, steps2 = spec.further_steps
+        bias13, bias2 = (w13_bias, w2_bias) if spec.bias else (0, 0)
         return (
-            cls(w13, experts, 2 * intermediate, hidden, w13_scale, format=format),
-            cls(w2, experts, hidden, intermediate, w2_scale, format=format),
+            cls(w13, experts, 2 * intermediate, hidden, w13_scale, None, spec.weights, steps13, bias13),
+            cls(w2, experts, hidden, intermediate, w2_scale, None, spec.weights, steps2, bias2),
         )
 
     def nbytes(self, channels: int) -> int:
@@ -108,13 +118,15 @@ class Ids(NamedTuple):
 
 
 class LayerAddresses(NamedTuple):
-    """The addresses of the tensors of a call of `fused_moe`, and of its scratch; 0 for no expert map."""
+    """The addresses of the tensors of a call of `fused_moe`, and of its scratch; 0 for no bias or expert map."""
 
     hidden_states: Address
     w13: Address
     w13_scale: Address
     w2: Address
     w2_scale: Address
+    w13_bias: Address
+    w2_bias: Address
     topk_weights: Address
     topk_ids: Address
     expert_map: Address
@@ -123,9 +135,8 @@ class LayerAddresses(NamedTuple):
 
     def weights(self, spec: LayerSpec) -> tuple[Weights, Weights]:
         """Returns w13 and w2."""
-        both = Weights.of_experts(spec.shape, spec.weights, self.w13, self.w13_scale, self.w2, self.w2_scale)
-        w13, w2 = (w._replace(further_steps=steps) for w, steps in zip(both, spec.further_steps, strict=True))
-        return w13, w2
+        _, *layer, _, _, _, _, _ = self
+        return Weights.of_experts(spec, *layer)
 
 
 LAYER_SLOTS = LayerAddresses(*map(Slot, range(len(LayerAddresses._fields))))

@@ -19,17 +19,18 @@ class Experts:
         """
         Args:
             tensors: a mapping such as a module's `_parameters`. Each call looks them up, so an engine may replace them.
-            names: the names of w13, its scales, w2 and its scales.
+            names: the names of w13, its scales, w2, its scales, and if the layer has them of both biases.
         """
         self.spec = spec
         self._tensors = tensors
         self._names = tuple(names)
+        self._no_biases = () if spec.bias else (None, None)
         self._options = options_of(spec).text
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """w13, its scales, w2 and its scales: the ops' order."""
-        return [self._tensors[name] for name in self._names]
+    def tensors(self) -> list[torch.Tensor | None]:
+        """w13, its scales, w2, its scales and both biases or None: the ops' order."""
+        return [*(self._tensors[name] for name in self._names), *self._no_biases]
 
     def prepare(self, prefix: str, arrivals: Iterable[Arrival], warmup: str) -> None:
         """Load the kernels that the layer may launch, and announce it.
@@ -40,7 +41,7 @@ class Experts:
             UnsupportedError: the kernels for this device cannot compute the layer.
             KernelNotPrecompiled, CompileError, LaunchError: see `prepare_kernels`.
         """
-        weight = self.tensors[2]
+        weight = self._tensors[self._names[2]]
         backend = kernels_backend(weight)
         for arrival in arrivals:
             if refusal := backend.refusal(self.spec, arrival):

@@ -81,7 +81,7 @@ class FP8MoE(ScaleFormat):
             InvalidInputError: wrong dtype, shape, stride or device.
         """
         out = torch.empty_like(hidden_states)
-        weights = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        weights = (self.w13, self.w13_scale, self.w2, self.w2_scale, None, None)
         torch_ops.fused_moe(OPTIONS[self.ue8m0], hidden_states, *weights, topk_weights, topk_ids, expert_map, out)
         return out
 

@@ -25,6 +25,9 @@ from fp8moe_plugin.ops.signature import MAX_SIGNATURES
 from fp8moe_plugin.plan.options import LayerOptions, layer_options
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 
+# w13 and w2, each with its scales, and both biases or none.
+Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
 
 class LayerFacts(NamedTuple):
     """The properties of a call that its plan and its launches depend on."""
@@ -88,13 +91,16 @@ def check_layer_call(
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `fused_moe`."""
-    _check_tokens(options.weights, hidden_states, w13, w13_scale, w2, w2_scale, out)
+    layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
+    _check_tokens(options.weights, hidden_states, layer, out)
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
     check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
@@ -110,7 +116,7 @@ def check_layer_call(
                 "expert_map, or compute the shared expert as a dense layer."
             )
     topk, known = topk_ids.shape[1] + options.shared_expert, None if expert_map is None else expert_map.numel()
-    spec = _called_spec(options, batch_invariant, (w13, w2), hidden_states.shape[1], topk, Arrival.STANDARD, known)
+    spec = _called_spec(options, batch_invariant, layer, hidden_states.shape[1], topk, Arrival.STANDARD, known)
     return LayerFacts(spec, tokens, topk_ids.dtype == torch.int64, expert_map is not None)
 
 
@@ -124,19 +130,22 @@ def check_routed_call(
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
     logits: torch.Tensor,
     padding: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `routed_moe`."""
-    _check_tokens(options.weights, hidden_states, w13, w13_scale, w2, w2_scale, out)
+    layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
+    _check_tokens(options.weights, hidden_states, layer, out)
     _check_logits(logits, padding, (len(hidden_states), len(w13)), hidden_states.device)
     if options.shared_expert:
         raise InvalidInputError(
             "routed_moe computes no shared expert: it chooses among all experts. Call choose_experts, then fused_moe."
         )
     hidden = hidden_states.shape[1]
-    spec = _called_spec(options, batch_invariant, (w13, w2), hidden, topk, Arrival.STANDARD)
+    spec = _called_spec(options, batch_invariant, layer, hidden, topk, Arrival.STANDARD)
     return LayerFacts(spec, len(hidden_states))
 
 
@@ -156,12 +165,15 @@ def check_batched_call(
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
     w2_scale: torch.Tensor,
+    w13_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
     expert_num_tokens: torch.Tensor,
     out: torch.Tensor | None,
 ) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `batched_experts`."""
     check_activations("hidden_states", (hidden_states, hidden_scale), dims=3)
-    _check_layer(options.weights, hidden_states, w13, w13_scale, w2, w2_scale)
+    layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
+    _check_layer(options.weights, hidden_states, layer)
     device = hidden_states.device
     check_shape("hidden_states", hidden_states, (w13.shape[0], None, None))
     check_tensor("expert_num_tokens", expert_num_tokens, dtype=torch.int32, shape=(w13.shape[0],), device=device)
@@ -173,14 +185,14 @@ def check_batched_call(
             "Apply them where the rows of a token are added up."
         )
     _, max_m, hidden = hidden_states.shape
-    spec = _called_spec(options, batch_invariant, (w13, w2), hidden, 1, Arrival.BATCHED)  # a row has one expert
+    spec = _called_spec(options, batch_invariant, layer, hidden, 1, Arrival.BATCHED)  # a row has one expert
     return LayerFacts(spec, max_m)
 
 
 def _called_spec(
     options: LayerOptions,
     batch_invariant: bool,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    layer: Layer,
     hidden: int,
     topk: int,
     arrival: Arrival,
@@ -191,13 +203,14 @@ def _called_spec(
     This is the one place where a call becomes a spec.
 
     Args:
-        weights: w13 and w2, which have been checked.
+        layer: tensors that have been checked.
     """
     check_factor("routed_scale", options.routed_scale)
-    (w13, w2), tensor = weights, options.weights.weight
+    (w13, _, w2, _, bias, _), tensor = layer, options.weights.weight
     shape = MoeShape.of_w13(options.weights, w13.shape, hidden, topk, global_experts)
     further = tensor.further_steps(w13.shape, hidden), tensor.further_steps(w2.shape, shape.intermediate)
-    spec, backend = options.spec(shape, batch_invariant)._replace(further_steps=further), devices.backend_of(w2)
+    spec = options.spec(shape, batch_invariant)._replace(bias=bias is not None, further_steps=further)
+    backend = devices.backend_of(w2)
     if refusal := backend.refusal(spec, arrival) if backend else reference.refusal(spec):
         name = f"{backend.name} kernels do" if backend else "reference does"
         raise InvalidInputError(
@@ -206,19 +219,11 @@ def _called_spec(
     return spec
 
 
-def _check_tokens(
-    weights: WeightFormat,
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    out: torch.Tensor | None,
-) -> None:
+def _check_tokens(weights: WeightFormat, hidden_states: torch.Tensor, layer: Layer, out: torch.Tensor | None) -> None:
     check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
     check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
-    _check_layer(weights, hidden_states, w13, w13_scale, w2, w2_scale)
-    if refusal := too_many_experts(w13.shape[0]):
+    _check_layer(weights, hidden_states, layer)
+    if refusal := too_many_experts(len(layer[0])):
         raise InvalidInputError(f"w13: {refusal}. Spread the experts over more GPUs (expert parallel).")
     if out is not None:
         shape = tuple(hidden_states.shape)
@@ -233,14 +238,8 @@ def _check_logits(
         check_tensor("padding", padding, dtype=torch.bool, shape=(len(logits),), device=logits.device)
 
 
-def _check_layer(
-    weights: WeightFormat,
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-) -> None:
+def _check_layer(weights: WeightFormat, hidden_states: torch.Tensor, layer: Layer) -> None:
+    w13, w13_scale, w2, w2_scale, w13_bias, w2_bias = layer
     hidden, device = hidden_states.shape[-1], hidden_states.device
     check_weights("w13", (w13, w13_scale), 3, hidden, device, weights)
     experts, gate_up, _ = weights.weight.channels(w13.shape)
@@ -252,3 +251,8 @@ def _check_layer(
         )
     check_weights("w2", (w2, w2_scale), 3, gate_up // 2, device, weights)
     check_shape("w2", w2, (experts, weights.weight.shape(hidden, gate_up)[0], None))
+    if (w13_bias is None) != (w2_bias is None):
+        raise InvalidInputError("One of w13_bias and w2_bias is None. Pass both, zeros for one that a layer lacks.")
+    for name, bias, rows in (("w13_bias", w13_bias, gate_up), ("w2_bias", w2_bias, hidden)):
+        if bias is not None:
+            check_tensor(name, bias, dtype=torch.float32, shape=(experts, rows), device=device)

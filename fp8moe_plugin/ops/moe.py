@@ -17,9 +17,12 @@ from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.expert_checks import LayerFacts, called_options, check_batched_call, check_layer_call
 from fp8moe_plugin.ops.operands import ExpertWeights, LayerTensors, Quantized, k_major
 from fp8moe_plugin.ops.option_checks import check_int
+from fp8moe_plugin.ops.signature import addresses_of
 from fp8moe_plugin.plan.options import LayerOptions
-from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.settings import batch_invariant
+
+LAYER = ("w13", "w13_scale", "w2", "w2_scale", "w13_bias", "w2_bias")
 
 
 def fused_moe(
@@ -31,6 +34,8 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     weights: WeightFormat = FP8_BLOCK,
     activation: str | Activation = "silu",
@@ -49,6 +54,8 @@ def fused_moe(
         w2_scale: float32 `[E, H/128, I/128]`.
         topk_weights: float32 `[T, k]`.
         topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
+        w13_bias: float32 `[E, 2I]`, added to `w13[e] @ token` before the activation; or None.
+        w2_bias: float32 `[E, H]`, added to the result of an expert before it is weighted. There are both or none.
         expert_map: int32 `[global experts]`, not empty: the local expert of each id, or -1; ids past its end are out
             of range. None: ids are local.
         weights: the format of the weights. `FP8_CHANNEL` (`formats/fp8_channel.py`) has one scale for each row:
@@ -69,7 +76,8 @@ def fused_moe(
             gradient; with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another one.
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
-    tensors = hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out
+    layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
+    tensors = hidden_states, *layer, topk_weights, topk_ids, expert_map, out
     return run_fused_moe(called_options(weights, activation, ue8m0, shared_expert, routed_scale), tensors)
 
 
@@ -91,8 +99,8 @@ def _layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts)
     """Run `fused_moe` on checked arguments, with their addresses."""
     device = devices.device_of(tensors[0])
     if device is None:
-        x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
-        weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
+        x, w13, w13_scale, w2, w2_scale, *biases, topk_weights, topk_ids, expert_map, out = tensors
+        weights = ExpertWeights.of(w13, w13_scale, w2, w2_scale, *biases)
         reference.fused_moe(facts.spec, x, weights, topk_weights, topk_ids, expert_map, out)
         return
     plan = device.backend.plan_layer(facts.spec, facts.tokens, device.multiprocessors)
@@ -110,9 +118,9 @@ def prepared_layer(device: Device, plan: Plan, ids_64: bool, mapped: bool) -> Pr
 
 def _watched_layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts) -> None:
     """Run `_layer`, check the ids, and raise `WrongResultError` if a token of finite values has NaN in its result."""
-    x, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, expert_map, out = tensors
+    x, *layer, topk_weights, topk_ids, expert_map, out = tensors
     check_values("topk_ids", topk_ids, -1, facts.spec.shape.global_experts - facts.spec.shared_expert - 1)
-    read = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    read = dict(zip(LAYER, layer, strict=True))
     check_apart("out", out, **read, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
     tokens = x.clone()  # `out`, which is poisoned first, may overlap with the original
     copied, at = (tokens, *tensors[1:]), (tokens.data_ptr(), *addresses[1:])
@@ -135,6 +143,8 @@ def batched_experts(
     expert_num_tokens: torch.Tensor,
     *,
     expected_m: int,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     weights: WeightFormat = FP8_BLOCK,
     activation: str | Activation = "silu",
     ue8m0: bool = False,
@@ -148,7 +158,7 @@ def batched_experts(
         w13, w13_scale, w2, w2_scale: as for `fused_moe`.
         expert_num_tokens: int32 `[E]` on the device.
         expected_m: rows per expert on average; may change the speed, never the result.
-        weights, activation, ue8m0: as for `fused_moe`.
+        w13_bias, w2_bias, weights, activation, ue8m0: as for `fused_moe`.
         out: bfloat16 `[E, max_m, H]` to write to, or None; rows past the count are not written. It must not share
             memory with the other arguments, which may still be read while it is written.
     Raises:
@@ -156,14 +166,15 @@ def batched_experts(
             also a count out of range, or an `out` that overlaps with another argument.
         WrongResultError: with FP8MOE_DEBUG=1, a row of finite values has NaN in its result.
     """
-    tensors = hidden_states, hidden_scale, w13, w13_scale, w2, w2_scale, expert_num_tokens, out
+    layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
+    tensors = hidden_states, hidden_scale, *layer, expert_num_tokens, out
     return run_batched_experts(called_options(weights, activation, ue8m0), expected_m, tensors)
 
 
 def run_batched_experts(options: LayerOptions, expected_m: int, tensors: tuple[Any, ...]) -> torch.Tensor:
     """Run `batched_experts` on its tensors; `out`, the last, may be None."""
     facts, _ = check_batched_call(options, batch_invariant())(*tensors)
-    x, x_scale, w13, w13_scale, w2, w2_scale, counts = tensors[:-1]
+    x, x_scale, *layer, counts = tensors[:-1]
     out: torch.Tensor = tensors[-1]
     check_values("expert_num_tokens", counts, 0, facts.tokens)
     check_int("expected_m", expected_m)
@@ -171,8 +182,7 @@ def run_batched_experts(options: LayerOptions, expected_m: int, tensors: tuple[A
         out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     if not facts.tokens:
         return out
-    weights = ExpertWeights((w13, w13_scale), (w2, w2_scale))
-    args = (facts.spec, (x, x_scale), weights, counts, expected_m, out)
+    args = (facts.spec, (x, x_scale), ExpertWeights.of(*layer), counts, expected_m, out)
     if debugs(out.is_cuda):
         _watched_experts(*args)
     else:
@@ -190,20 +200,20 @@ def _experts(
         return
     plan = device.backend.plan_batched(spec, max_m, expected_m, device.multiprocessors)
     scales, *strides = k_major(*x)
-    run = prepared_batched(device, plan, spec.shape, spec.weights, max_m, *strides)
+    run = prepared_batched(device, plan, spec, max_m, *strides)
     scratch = workspace.scratch(plan.scratch, out)
-    tensors = x[0], scales, *weights.w13, *weights.w2, counts, out, scratch
-    run(tuple(tensor.data_ptr() for tensor in tensors))
+    tensors = x[0], scales, *weights.w13, *weights.w2, *(weights.biases or (None, None)), counts, out, scratch
+    run(addresses_of(tensors))
 
 
 @prepares("batched_experts")
 def prepared_batched(
-    device: Device, plan: Plan, shape: MoeShape, format: WeightFormat, max_m: int, scale_group: int, scale_k_block: int
+    device: Device, plan: Plan, spec: LayerSpec, max_m: int, scale_group: int, scale_k_block: int
 ) -> Prepared:
     """Returns a callable that launches `batched_experts`, given addresses; `k_major` returns the strides."""
-    x, x_scales, w13, w13_scale, w2, w2_scale, counts, out, scratch = map(Slot, range(9))
-    rows = Rows(x, shape.local_experts * max_m, shape.hidden, x_scales, scale_group, scale_k_block)
-    weights = Weights.of_experts(shape, format, w13, w13_scale, w2, w2_scale)
+    x, x_scales, *layer, counts, out, scratch = map(Slot, range(11))
+    rows = Rows(x, spec.shape.local_experts * max_m, spec.shape.hidden, x_scales, scale_group, scale_k_block)
+    weights = Weights.of_experts(spec, *layer)
     return device.prepare(plan.launches(rows, *weights, counts, out, scratch))
 
 
@@ -211,9 +221,9 @@ def _watched_experts(
     spec: LayerSpec, x: Quantized, weights: ExpertWeights, counts: torch.Tensor, expected_m: int, out: torch.Tensor
 ) -> None:
     """Run `_experts`, and raise `WrongResultError` if a row of finite values has NaN in its result."""
-    (q, scales), (w13, w2) = x, weights
-    read = {"hidden_states": q, "hidden_scale": scales, "w13": w13[0], "w13_scale": w13[1]}
-    check_apart("out", out, **read, w2=w2[0], w2_scale=w2[1], expert_num_tokens=counts)
+    (q, scales), layer = x, (*weights.w13, *weights.w2, *(weights.biases or (None, None)))
+    read = dict(zip(LAYER, layer, strict=True))
+    check_apart("out", out, hidden_states=q, hidden_scale=scales, **read, expert_num_tokens=counts)
     counted = torch.arange(q.shape[1], device=out.device) < counts[:, None]
     watch_rows(
         "batched_experts",

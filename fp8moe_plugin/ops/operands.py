@@ -22,6 +22,8 @@ LayerTensors = tuple[
     torch.Tensor,
     torch.Tensor,
     torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
     torch.Tensor,
     torch.Tensor,
     torch.Tensor | None,
@@ -30,13 +32,28 @@ LayerTensors = tuple[
 
 
 class ExpertWeights(NamedTuple):
-    """The values and the scales of a layer's two weights, see `fused_moe`."""
+    """The values and the scales of a layer's two weights, and their biases, see `fused_moe`."""
 
     w13: Quantized
     w2: Quantized
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        w13: torch.Tensor,
+        w13_scale: torch.Tensor,
+        w2: torch.Tensor,
+        w2_scale: torch.Tensor,
+        w13_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+    ) -> "ExpertWeights":
+        """Returns the tensors of a call; there are both biases or none."""
+        biases = None if w13_bias is None or w2_bias is None else (w13_bias, w2_bias)
+        return cls((w13, w13_scale), (w2, w2_scale), biases)
 
     def of_expert(self, e: int) -> "ExpertWeights":
-        return ExpertWeights((self.w13[0][e], self.w13[1][e]), (self.w2[0][e], self.w2[1][e]))
+        return ExpertWeights.of(*(tensor[e] for pair in (self.w13, self.w2, self.biases or ()) for tensor in pair))
 
 
 def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None = None) -> ScalesAndStrides:

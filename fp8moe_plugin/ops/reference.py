@@ -62,13 +62,14 @@ def batched_experts(
 
 
 def expert(spec: LayerSpec, rows: Quantized, weights: ExpertWeights) -> torch.Tensor:
-    """Returns bfloat16 `w2 @ activated(gate, up)` with `gate, up = w13 @ row`, for each row of one expert."""
+    """Returns bfloat16 `w2 @ activated(gate, up)` with `gate, up = w13 @ row`, both plus bias, for each row."""
     if spec.weights is PACKED_MXFP4:
         w13, w2 = mxfp4.dequantize(*weights.w13, gate_up=True), mxfp4.dequantize(*weights.w2, gate_up=False)
     else:
         w13, w2 = dequantize_blocks(*weights.w13, spec.weights), dequantize_blocks(*weights.w2, spec.weights)
-    inner = silu_mul_quant(product(rows, w13), spec.ue8m0, spec.activation)
-    return product(inner, w2).bfloat16()
+    b13, b2 = weights.biases or (0.0, 0.0)
+    inner = silu_mul_quant(product(rows, w13) + b13, spec.ue8m0, spec.activation)
+    return (product(inner, w2) + b2).bfloat16()
 
 
 def local_experts(topk_ids: torch.Tensor, num_experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:

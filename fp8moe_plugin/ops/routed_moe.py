@@ -67,6 +67,8 @@ def routed_moe(
     *,
     renormalize: bool = True,
     padding: torch.Tensor | None = None,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
     weights: WeightFormat = FP8_BLOCK,
     activation: str | Activation = "silu",
     ue8m0: bool = False,
@@ -79,7 +81,7 @@ def routed_moe(
     Raises:
         InvalidInputError, UnsupportedError, WrongResultError: see `choose_experts` and `fused_moe`.
     """
-    tensors = hidden_states, w13, w13_scale, w2, w2_scale, logits, padding, out
+    tensors = hidden_states, w13, w13_scale, w2, w2_scale, w13_bias, w2_bias, logits, padding, out
     return run_routed_moe(called_options(weights, activation, ue8m0), topk, renormalize, tensors)
 
 
@@ -145,8 +147,8 @@ def prepared_routed_layer(
     Its addresses are those of the tensors that `check_routed_call` checks, then of the router's weights and ids, and of
     the layer's scratch.
     """
-    x, w13, w13_scale, w2, w2_scale, logits, padding, out, weights, ids, scratch = map(Slot, range(11))
-    tensors = LayerAddresses(x, w13, w13_scale, w2, w2_scale, weights, ids, 0, out, scratch)
+    *layer, logits, padding, out, weights, ids, scratch = map(Slot, range(13))
+    tensors = LayerAddresses._make((*layer, weights, ids, 0, out, scratch))
     first, *rest = plan.launches(tensors, ids_64=False)
     if plan.starts_before_ids:
         first = first._replace(pdl=True)

@@ -18,7 +18,7 @@ from fp8moe_plugin.ops.router_gemm import router_gemm as _router_gemm
 from fp8moe_plugin.plan.options import parse_options
 from fp8moe_plugin.settings import settings
 
-LAYER = "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale"
+LAYER = "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias"
 FUSED_MOE = (  # options: `LayerOptions.text`
     f"fused_moe(str options, Tensor hidden_states, {LAYER}, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
     "Tensor(a!) out) -> ()"

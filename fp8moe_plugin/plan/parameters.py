@@ -73,32 +73,34 @@ PARAMETERS = {
     "down_small_batch": _signature(
         "map w_map, map q_map, pointer w_scales, pointer scales, pointer tokens_written, pointer ids, "
         "pointer expert_map, pointer out, int ids_64, int shared_expert, int routed_experts, int num_experts, "
-        "int tokens, int topk, int hidden, int intermediate, int splits"
+        "int tokens, int topk, int hidden, int intermediate, int splits, pointer bias, pointer topk_weights, "
+        "float routed_scale"
     ),
     "gate_up": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
         "int a_scale_k_stride, pointer b_scales, pointer gathered, pointer a_rows, pointer d, pointer d_scales, "
-        "pointer done_counters, pointer table, pointer num_tiles, int m, int n, int k, activation activation"
+        "pointer done_counters, pointer table, pointer num_tiles, int m, int n, int k, activation activation, "
+        "pointer bias"
     ),
     "gate_up_small_batch": _signature(
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
         "pointer scales, pointer tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts, "
-        "int tokens, int topk, int hidden, int intermediate, float routed_scale, activation activation"
+        "int tokens, int topk, int hidden, int intermediate, float routed_scale, activation activation, pointer bias"
     ),
     "gate_up_few_rows": _signature(
         "map w_map, pointer x, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
         "pointer partial, pointer done_counters, pointer table, pointer num_tiles, int m, int intermediate, int k, "
-        "int splits, int counters_per_tile, activation activation"
+        "int splits, int counters_per_tile, activation activation, pointer bias"
     ),
     "grouped_gemm": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
         "int a_scale_k_stride, pointer b_scales, pointer d, pointer c, pointer done_counters, pointer table, "
-        "pointer num_tiles, int m, int n, int k"
+        "pointer num_tiles, int m, int n, int k, pointer bias"
     ),
     "grouped_gemm_few_rows": _signature(
         "map a_map, map a_wide_map, map b_map, pointer a_scales, int a_scale_expert_stride, int a_scale_k_stride, "
         "pointer b_scales, pointer d, pointer table, pointer num_tiles, int m, int n, int k, int claim_pair, "
-        "int columns_at_once, pointer done_counters, int counters_per_tile"
+        "int columns_at_once, pointer done_counters, int counters_per_tile, pointer bias"
     ),
     "k_grouped_gemm": _signature(
         "maps a_maps, maps b_maps, ints k_blocks, ints first_k_blocks, ints indices, pointer a_scales, "

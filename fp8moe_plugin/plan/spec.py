@@ -51,7 +51,7 @@ class LayerSpec(NamedTuple):
     weights: WeightFormat = FP8_BLOCK
     ue8m0: bool = False  # scales of activations are powers of two
     activation: Activation = SILU
-    bias: bool = False  # both GEMMs add a bias
+    bias: bool = False  # both GEMMs add a bias, float32 [experts, rows of weights]
     shared_expert: bool = False  # every token also has the last expert, with weight 1 and no column in the ids
     routed_scale: float = 1.0  # multiplies the router's weights
     further_steps: tuple[int, int] = (0, 0)  # of w13 and w2, see ops/mxfp4.py
@@ -68,7 +68,7 @@ class LayerSpec(NamedTuple):
 
 def layer_refusal(spec: LayerSpec, formats: tuple[WeightFormat, ...] = FORMATS) -> str | None:
     """Returns the property of a layer that no kernel supports, or None. `formats`: those of a backend with fewer."""
-    return kind_refusal(spec.weights, spec.activation, spec.bias, formats)
+    return kind_refusal(spec.weights, spec.activation, formats)
 
 
 class Arrival(StrEnum):

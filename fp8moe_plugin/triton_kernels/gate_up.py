@@ -8,6 +8,7 @@ from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
 from fp8moe_plugin.triton_kernels.operands import (
     add_product,
     empty_sums,
+    plus_biases,
     rows_of_tile,
     scaled_columns,
     sources,
@@ -57,6 +58,18 @@ def sums_of_both(
 
 
 @triton.jit
+def scales_of_both(b_scales, expert, channels, column_tile, column, blocks, ROW_SCALES: tl.constexpr):
+    """The addresses of the scales of 128 channels of both projections, in the first K block or of their rows."""
+    if ROW_SCALES:
+        gate_at = b_scales + expert.to(tl.int64) * 2 * channels + column
+        return gate_at, gate_at + channels
+    else:
+        columns = channels // 128
+        gate_at = b_scales + (expert.to(tl.int64) * 2 * columns + column_tile) * blocks
+        return gate_at, gate_at + columns * blocks
+
+
+@triton.jit
 def triton_gate_up(
     a,
     a_scales,
@@ -80,17 +93,19 @@ def triton_gate_up(
     up_limit,
     alpha,
     beta,
+    bias,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SWAP: tl.constexpr,
     MODIFIED_SWIGLU: tl.constexpr,
     ROW_SCALES: tl.constexpr,
     UE8M0: tl.constexpr,
+    BIAS: tl.constexpr = 0,
 ):
-    """e4m3 `q` `[rows, channels]` and its K-major scales, of the activation of `gate, up = a @ b.T`.
+    """e4m3 `q` `[rows, channels]` and its K-major scales, of the activation of `gate, up = a @ b.T (+ bias)`.
 
-    `b` is `[experts, 2 * channels, k]`, gate first. The rest is as for triton_gemm. A program computes 128 channels, so
-    that it has whole groups of the quantization.
+    `b` is `[experts, 2 * channels, k]`, gate first; with BIAS `bias` is float32 `[experts, 2 * channels]`. The rest
+    is as for triton_gemm. A program computes 128 channels, so that it has whole groups of the quantization.
     """
     wait_for_previous_kernel(PDL)
     columns, row_tiles = channels // 128, tl.load(num_tiles)
@@ -105,14 +120,11 @@ def triton_gate_up(
     gate_at = b + (expert.to(tl.int64) * 2 * channels + column)[:, None] * k + channel[None, :]
     up_at = gate_at + tl.cast(channels, tl.int64) * k
     x_scale_at = a_scales + source * a_scale_row + expert.to(tl.int64) * a_scale_group
-    if ROW_SCALES:
-        gate_scale_at = b_scales + expert.to(tl.int64) * 2 * channels + column
-        up_scale_at = gate_scale_at + channels
-    else:
-        gate_scale_at = b_scales + (expert.to(tl.int64) * 2 * columns + column_tile) * (k // 128)
-        up_scale_at = gate_scale_at + columns * (k // 128)
+    gate_scale_at, up_scale_at = scales_of_both(b_scales, expert, channels, column_tile, column, k // 128, ROW_SCALES)
     weights = gate_at, gate_scale_at, up_at, up_scale_at
     gate, up = sums_of_both(x_at, x_scale_at, a_scale_k_block, *weights, k // 128, BLOCK_M, SWAP, ROW_SCALES)
+    bias_at = bias + expert.to(tl.int64) * 2 * channels + column
+    gate, up = plus_biases(gate, bias_at, SWAP, BIAS), plus_biases(up, bias_at + channels, SWAP, BIAS)
     inner = activated(gate, up, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU)
     codes, of_rows = quantized(tl.trans(inner) if SWAP else inner, UE8M0)
     tl.store(q + rows.to(tl.int64)[:, None] * channels + column[None, :], codes, (rows < end)[:, None])

@@ -7,6 +7,7 @@ from fp8moe_plugin.triton_kernels.dependence import wait_for_previous_kernel
 from fp8moe_plugin.triton_kernels.operands import (
     add_product,
     empty_sums,
+    plus_biases,
     rows_of_tile,
     scaled_columns,
     sources,
@@ -74,18 +75,20 @@ def triton_gemm(
     added,
     grouped,
     group_m,
+    bias,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SWAP: tl.constexpr,
     F32: tl.constexpr,
     ROW_SCALES: tl.constexpr,
+    BIAS: tl.constexpr = 0,
 ):
-    """`out = a @ b.T (+ c)` with float32 sums, to which each K block is added scaled.
+    """`out = a @ b.T (+ bias) (+ c)` with float32 sums, to which each K block is added scaled.
 
     `a` is `[rows, k]`, of which row i is read at `a_rows[i]` if `gathered`; `b` is `[experts, n, k]`; `c` and `out` are
     `[rows, n]`, bfloat16 or with F32 float32. Rows are those of the tile table if `grouped`, else `m`. `b_scales` are
-    those of 128x128 blocks, or with ROW_SCALES of the rows of `b`.
+    those of 128x128 blocks, or with ROW_SCALES of the rows of `b`. With BIAS `bias` is float32 `[experts, n]`.
     """
     wait_for_previous_kernel(PDL)
     columns = tl.cdiv(n, BLOCK_N)
@@ -107,6 +110,7 @@ def triton_gemm(
         w_scale_at = b_scales + (expert.to(tl.int64) * tl.cdiv(n, 128) + column_tile * BLOCK_N // 128) * (k // 128)
     blocks = k // 128
     total = sums(x_at, x_scale_at, a_scale_k_block, w_at, w_scale_at, blocks, BLOCK_M, BLOCK_N, SWAP, ROW_SCALES)
+    total = plus_biases(total, bias + expert.to(tl.int64) * n + tl.minimum(column, n - 1), SWAP, BIAS)
     result = tl.trans(total) if SWAP else total
     at = rows.to(tl.int64)[:, None] * n + column[None, :]
     exists = (rows < end)[:, None] & (column < n)[None, :]

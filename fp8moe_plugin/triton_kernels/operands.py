@@ -53,6 +53,17 @@ def scaled_columns(total, scales, SWAP: tl.constexpr):
 
 
 @triton.jit
+def plus_biases(total, bias_at, SWAP: tl.constexpr, BIAS: tl.constexpr):
+    """`total`, with BIAS plus the bias of each row of weights."""
+    if BIAS and SWAP:
+        return total + tl.load(bias_at)[:, None]
+    elif BIAS:
+        return total + tl.load(bias_at)[None, :]
+    else:
+        return total
+
+
+@triton.jit
 def add_product(total, x, w, row_scales, w_scale, SWAP: tl.constexpr):
     """`total` with the scaled `x @ w.T` of a K block added.
 

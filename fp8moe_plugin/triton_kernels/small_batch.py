@@ -39,12 +39,49 @@ def group_scales(scale_at, group, exists, ROW_SCALES: tl.constexpr):
 
 
 @triton.jit
-def scaled_sum(sums, scale_at, ROW_SCALES: tl.constexpr):
-    """`sum_of_threads`, with ROW_SCALES times the scales of N rows."""
+def scaled_sum(sums, scale_at, bias_at, ROW_SCALES: tl.constexpr, BIAS: tl.constexpr):
+    """`sum_of_threads`, with ROW_SCALES times the scales of N rows, with BIAS plus their biases."""
+    total = sum_of_threads(sums)
     if ROW_SCALES:
-        return sum_of_threads(sums) * tl.load(scale_at)
-    else:
-        return sum_of_threads(sums)
+        total *= tl.load(scale_at)
+    if BIAS:
+        total += tl.load(bias_at)
+    return total
+
+
+@triton.jit
+def both_sums(gate, up, b_scales, bias, expert, channels, column, ROW_SCALES: tl.constexpr, BIAS: tl.constexpr):
+    """`scaled_sum` of both projections."""
+    scale_at = b_scales + expert.to(tl.int64) * 2 * channels + column
+    bias_at = bias + expert.to(tl.int64) * 2 * channels + column
+    gate_sum = scaled_sum(gate, scale_at, bias_at, ROW_SCALES, BIAS)
+    return gate_sum, scaled_sum(up, scale_at + channels, bias_at + channels, ROW_SCALES, BIAS)
+
+
+@triton.jit
+def scaled_pairs(products, b_scales, expert, hidden, column, here, ROW_SCALES: tl.constexpr):
+    """The products of G groups of pairs, with ROW_SCALES times the scales of N rows."""
+    if ROW_SCALES:
+        scale_at = b_scales + expert.to(tl.int64)[:, None] * hidden + column[None, :]
+        products *= tl.load(scale_at, here[:, None], 0.0)[:, :, None]
+    return products
+
+
+@triton.jit
+def plus_pair_biases(products, bias, expert, hidden, column, weight, begins, BIAS: tl.constexpr):
+    """The products, with BIAS plus weighted biases where a pair `begins`: an eighth in each thread."""
+    if BIAS:
+        bias_at = bias + expert.to(tl.int64)[:, None] * hidden + column[None, :]
+        products += (tl.load(bias_at, begins[:, None], 0.0) * (weight * 0.125)[:, None])[:, :, None]
+    return products
+
+
+@triton.jit
+def router_weight(weights, token, choice, routed, here, routed_scale):
+    """The weight of each choice of a token, 1 for a shared expert."""
+    is_routed = choice < routed
+    weight = tl.load(weights + token * routed + choice, here & is_routed, 1.0)
+    return weight * tl.where(is_routed, routed_scale, 1.0)
 
 
 @triton.jit
@@ -69,12 +106,14 @@ def triton_gate_up_small_batch(
     up_limit,
     alpha,
     beta,
+    bias,
     PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     MODIFIED_SWIGLU: tl.constexpr,
     ROW_SCALES: tl.constexpr,
     UE8M0: tl.constexpr,
+    BIAS: tl.constexpr = 0,
 ):
     """bfloat16 `inner` `[pairs, channels]`: the activation of `gate, up = b[expert] @ x[token]`, quantizing x.
 
@@ -100,12 +139,10 @@ def triton_gate_up_small_batch(
         up_w = tl.load(up_at + group[:, None, None] * 128, exists[:, None, None], 0.0)
         gate_scales = group_scales(scale_at, group, exists, ROW_SCALES)
         up_scales = group_scales(scale_at + channels // 128 * blocks, group, exists, ROW_SCALES)
-        value_at = x_at + group[:, None] * 128 + channel[None, :]
-        codes, scales = quantized(tl.load(value_at, exists[:, None], 0.0), UE8M0)
+        codes, scales = quantized(tl.load(x_at + group[:, None] * 128 + channel[None, :], exists[:, None], 0.0), UE8M0)
         gate += scaled_products(codes, scales, gate_w, gate_scales)
         up += scaled_products(codes, scales, up_w, up_scales)
-    scales_at = b_scales + expert.to(tl.int64) * 2 * channels + column
-    of_pair = scaled_sum(gate, scales_at, ROW_SCALES), scaled_sum(up, scales_at + channels, ROW_SCALES)
+    of_pair = both_sums(gate, up, b_scales, bias, expert, channels, column, ROW_SCALES, BIAS)
     result = activated(*of_pair, gate_limit, activated_limit, up_limit, alpha, beta, MODIFIED_SWIGLU)
     tl.store(inner + pair.to(tl.int64) * channels + column, result)
 
@@ -129,45 +166,41 @@ def triton_down_small_batch(
     routed_experts,
     num_experts,
     routed_scale,
+    bias,
     PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     ROW_SCALES: tl.constexpr,
     UE8M0: tl.constexpr,
+    BIAS: tl.constexpr = 0,
 ):
     """bfloat16 `out` `[tokens, hidden]`: the weighted sum of a token's experts, quantizing `inner`; see combine.py.
 
     `inner` is bfloat16 `[pairs, k]`, `b` e4m3 `[experts, hidden, k]`. A program computes BLOCK_N channels of a token.
-    It goes through the groups of 128 channels of all its pairs as if they were those of one K.
+    It goes through the groups of 128 channels of all its pairs as if they were those of one K. With BIAS the result of
+    each pair has the expert's `bias`, float32 `[experts, hidden]`, added.
     """
     wait_for_previous_kernel(PDL)
     columns = hidden // BLOCK_N
     token, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     blocks, channel, column = k // 128, tl.arange(0, 128), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_at = column[:, None].to(tl.int64) * k + channel[None, :]
-    routed = topk - shared_expert
+    routed, sizes = topk - shared_expert, (pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts)
     total = tl.zeros([GROUPS, BLOCK_N, 8], tl.float32)
     for first in range(0, topk * blocks, GROUPS):
         unit = first + tl.arange(0, GROUPS)
         choice, group = unit // blocks, unit % blocks
         pair = tl.where(choice < topk, token * topk + choice, pairs)
-        expert = local_experts(
-            ids, expert_map, pair, pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
-        )
+        expert = local_experts(ids, expert_map, pair, *sizes)
         here = expert >= 0
         group_at = expert.to(tl.int64) * hidden * k + group * 128
         w = tl.load(b + (group_at[:, None, None] + row_at[None, :, :]), here[:, None, None], 0.0)
         scale_row = expert.to(tl.int64) * (hidden // 128) + column_tile * BLOCK_N // 128
         w_scales = group_scales(b_scales + scale_row * blocks, group, here, ROW_SCALES)
-        is_routed = choice < routed
-        weight = tl.load(weights + token * routed + choice, here & is_routed, 1.0) * tl.where(
-            is_routed, routed_scale, 1.0
-        )
+        weight = router_weight(weights, token, choice, routed, here, routed_scale)
         value_at = inner + (pair.to(tl.int64) * k + group * 128)[:, None] + channel[None, :]
         codes, scales = quantized(tl.load(value_at, here[:, None], 0.0), UE8M0)
         products = scaled_products(codes, scales, w, w_scales) * weight[:, None, None]
-        if ROW_SCALES:
-            scale_at = b_scales + expert.to(tl.int64)[:, None] * hidden + column[None, :]
-            products *= tl.load(scale_at, here[:, None], 0.0)[:, :, None]
-        total += products
+        products = scaled_pairs(products, b_scales, expert, hidden, column, here, ROW_SCALES)
+        total += plus_pair_biases(products, bias, expert, hidden, column, weight, here & (group == 0), BIAS)
     tl.store(out + token.to(tl.int64) * hidden + column, sum_of_threads(total).to(tl.bfloat16))

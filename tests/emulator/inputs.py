@@ -47,10 +47,13 @@ def empty_rows(rows: Slabs, n: int) -> torch.Tensor:
     return h.poisoned(len(rows.counts), rows.max_m, n, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
-def assert_product(out: torch.Tensor, rows: Slabs, a: h.Quantized, b: h.Quantized) -> None:
-    """The rows that are there are those of `a @ b.T`, expert by expert, and no others are written."""
+def assert_product(
+    out: torch.Tensor, rows: Slabs, a: h.Quantized, b: h.Quantized, bias: torch.Tensor | None = None
+) -> None:
+    """The rows that are there are those of `a @ b.T`, plus `bias`, expert by expert, and no others are written."""
     for group, count in enumerate(rows.counts):
         expected = h.product((a[0][group, :count], a[1][group, :count]), (b[0][group], b[1][group]))
+        expected = expected if bias is None else expected + bias[group].double()
         assert_close(out[group, :count], expected, f"expert {group}")
         assert h.untouched(out[group, count:]), f"expert {group}: rows behind its {count} are written"
 

@@ -57,12 +57,20 @@ def run_layers(
     return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]
 
 
-def packed_moe(x: torch.Tensor, layer: h.Layer, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return fused_moe(x, *layer, weights, ids, weights=PACKED_MXFP4)
+def packed_moe(
+    x: torch.Tensor, layer: h.Layer, weights: torch.Tensor, ids: torch.Tensor, **biases: torch.Tensor
+) -> torch.Tensor:
+    return fused_moe(x, *layer, weights, ids, **biases, weights=PACKED_MXFP4)
 
 
 def run_packed_layer(
-    emulator: Device, seed: int, tokens: int = 5, span: int = 30, hidden: int = 384, intermediate: int = 256
+    emulator: Device,
+    seed: int,
+    tokens: int = 5,
+    span: int = 30,
+    hidden: int = 384,
+    intermediate: int = 256,
+    biased: bool = False,
 ) -> float:
     """Returns the largest relative L2 error of a channel of a layer in packed MXFP4.
 
@@ -72,8 +80,9 @@ def run_packed_layer(
     gen = h.seeded(0, torch.device("cpu"))
     x, layer = h.random_tokens(gen, tokens, hidden), random_experts(gen, 2, hidden, intermediate, span).packed()
     routing = h.random_routing(gen, "distinct", tokens, 2, 2)
-    out = emulator.execute(seed, lambda: packed_moe(x, layer, *routing))
-    pairs = zip(out.T, packed_moe(x, layer, *routing).T, strict=True)
+    biases = h.random_biases(gen, 2, hidden, intermediate) if biased else {}
+    out = emulator.execute(seed, lambda: packed_moe(x, layer, *routing, **biases))
+    pairs = zip(out.T, packed_moe(x, layer, *routing, **biases).T, strict=True)
     return max(h.relative_l2(actual, expected) for actual, expected in pairs)
 
 

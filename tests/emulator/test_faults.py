@@ -50,7 +50,7 @@ from fp8moe_plugin.plan.spec import LayerSpec, Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
 from tests import helpers as h
-from tests.emulator import activations
+from tests.emulator import activations, biases
 from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
@@ -285,6 +285,11 @@ scales_of_many_rows = per_channel("gate_up")
 scales_of_few_rows = per_channel("gate_up_few_rows")
 scales_of_small_batch = per_channel("gate_up_small_batch")
 
+BIASED = LayerSpec(EXAMPLE, activation=OAI, bias=True)
+bias_of_many_rows = functools.partial(activations.many_rows, activation=OAI, biased=True)
+bias_of_few_rows = functools.partial(activations.few_rows, activation=OAI, biased=True)
+bias_of_small_batch = functools.partial(activations.small_batch, activation=OAI, biased=True)
+
 WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = (
@@ -308,6 +313,7 @@ SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_ke
 PACKED_SPEC = h.layer_spec()._replace(weights=PACKED_MXFP4)
 PACKED_SMALL_BATCH = gate_up_small_batch_key(PACKED_SPEC, 8, 8), down_small_batch_key(PACKED_SPEC, 8, 8)
 WIDE_PACKED_BATCH = gate_up_small_batch_key(PACKED_SPEC, 16, 4), down_small_batch_key(PACKED_SPEC, 16, 4)
+BIASED_SMALL_BATCH = gate_up_small_batch_key(BIASED, 8, 8), down_small_batch_key(BIASED, 8, 8)
 DENSE = dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
@@ -348,6 +354,12 @@ KERNELS = {  # to be compiled ahead
     scales_of_many_rows: (tiles_of_counts_key(), gate_up_key(PER_CHANNEL, gather=False)),
     scales_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(PER_CHANNEL)),
     scales_of_small_batch: (gate_up_small_batch_key(PER_CHANNEL, 8, 8), down_small_batch_key(PER_CHANNEL, 8, 8)),
+    bias_of_many_rows: (tiles_of_counts_key(), gate_up_key(BIASED, gather=False)),
+    bias_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(BIASED)),
+    bias_of_small_batch: BIASED_SMALL_BATCH,
+    biases.of_many_rows: (grouped_gemm_key(Output.BF16, bias=True), tiles_of_counts_key()),
+    biases.of_few_rows: (grouped_gemm_few_rows_key(bias=True), tiles_of_counts_key()),
+    biases.small_batch: BIASED_SMALL_BATCH,
 }
 
 
@@ -981,7 +993,7 @@ FAULTS = {
     ),
     "sums of columns are not scaled": Fault(
         "formats/row_scales.cuh",
-        "sum[element_at(row, 2 * i + 1)] *= two.y;",
+        "apply(sum[element_at(row, 2 * i + 1)], two.y);",
         ";",
         scales_of_many_rows,
         "AssertionError",
@@ -991,7 +1003,7 @@ FAULTS = {
     ),
     "sums of a tail are not scaled": Fault(
         "gate_up.cu",
-        "        if (kHasTail) scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);\n",
+        "        scale_rows(scales_at(half, warpgroup * kWarpgroupM), tail[half]);\n",
         "",
         scales_of_many_rows,
         "AssertionError",
@@ -1014,9 +1026,9 @@ FAULTS = {
         "AssertionError",
     ),
     "the up projection of a small batch has the scales of the gate": Fault(
-        "gate_up_small_batch.cu",
-        "* 2 + i / 4) * size.intermediate",
-        "* 2) * size.intermediate",
+        "mma/gate_up_rows.cuh",
+        "(expert * 2 + i / 4) * intermediate",
+        "expert * 2 * intermediate",
         scales_of_small_batch,
         "AssertionError",
         multiprocessors=CLUSTERS,
@@ -1050,6 +1062,94 @@ FAULTS = {
         scales_of_small_batch,
         "AssertionError",
         multiprocessors=CLUSTERS,
+    ),
+    "the first GEMM adds its bias to no rows": Fault(
+        "gate_up.cu", "add_to_columns(biases_at(half, column), sum[half]);", "", bias_of_many_rows, "AssertionError"
+    ),
+    "the first GEMM adds its bias to no tail": Fault(
+        "gate_up.cu",
+        "add_to_rows(biases_at(half, warpgroup * kWarpgroupM), tail[half]);",
+        "",
+        bias_of_many_rows,
+        "AssertionError",
+    ),
+    "the gate has the bias of the up projection": Fault(
+        "gate_up.cu",
+        "copy_biases(biases_at(half, 0),",
+        "copy_biases(biases_at(1 - half, 0),",
+        bias_of_many_rows,
+        "AssertionError",
+    ),
+    "biases are read before they are there": Fault(
+        "gate_up.cu", "await_row_values(warpgroup);", "", bias_of_many_rows, "AssertionError"
+    ),
+    "few rows of the first GEMM have no bias": Fault(
+        "gate_up_few_rows.cu", "biases.add_to(sum);", "", bias_of_few_rows, "AssertionError"
+    ),
+    "each split of the first GEMM adds its bias": Fault(
+        "gate_up_few_rows.cu",
+        "    if (kManyRows || in.splits.count == 1",
+        "    biases.add_to(sum);\n    if (kManyRows || in.splits.count == 1",
+        bias_of_few_rows,
+        "AssertionError",
+    ),
+    "few rows have the bias of the other projection": Fault(
+        "gate_up_few_rows.cu",
+        "biases(out.bias, row);",
+        "biases(out.bias, [&](int i) { return row(i ^ 1); });",
+        bias_of_few_rows,
+        "AssertionError",
+    ),
+    "the first kernel of a small batch adds no bias": Fault(
+        "mma/gate_up_rows.cuh",
+        "half[h].x += of[0], half[h].y += of[1], half[h].z += of[2], half[h].w += of[3];",
+        "",
+        bias_of_small_batch,
+        "AssertionError",
+    ),
+    "a small batch has the bias of the other projection": Fault(
+        "mma/gate_up_rows.cuh",
+        "values.biases.of + h * 4",
+        "values.biases.of + (1 - h) * 4",
+        bias_of_small_batch,
+        "AssertionError",
+    ),
+    "the second GEMM adds its bias to no rows": Fault(
+        "grouped_gemm.cu",
+        "add_to_columns(biases_at(first_half + half, 0), sum[half]);",
+        "",
+        biases.of_many_rows,
+        WRONG_RESULT,
+    ),
+    "the second GEMM adds its bias to no tail": Fault(
+        "grouped_gemm.cu",
+        "add_to_rows(biases_at(half, warpgroup * kWarpgroupM), tail[half]);",
+        "",
+        biases.of_many_rows,
+        WRONG_RESULT,
+    ),
+    "few rows of the second GEMM have no bias": Fault(
+        "grouped_gemm_few_rows.cu", "biases.add_to(sum);", "", biases.of_few_rows, WRONG_RESULT
+    ),
+    "the second kernel of a small batch adds no bias": Fault(
+        "down_small_batch.cu", "sum[0][e] += biases[e];", "sum[0][e] += 0.f;", biases.small_batch, "AssertionError"
+    ),
+    "each split of a small batch adds the bias": Fault(
+        "down_small_batch.cu", "if (share.split == 0) weighted", "weighted", biases.small_batch, "AssertionError"
+    ),
+    "biases of a small batch have no weight": Fault(
+        "epilogue/weighted_biases.cuh",
+        "sum += weight[j] * value[j][0]",
+        "sum += value[j][0]",
+        biases.small_batch,
+        "AssertionError",
+    ),
+    "only some experts of a token add their bias": Fault(
+        "epilogue/weighted_biases.cuh",
+        "begin < router.topk; begin += kAtOnce",
+        "begin < 1; begin += kAtOnce",
+        biases.small_batch,
+        "AssertionError",
     ),
 }
 

@@ -142,7 +142,7 @@ def test_launches_are_made_in_their_order_with_what_each_asks_for(fake):
     for i, (key, pdl, cluster) in enumerate(zip(keys, (False, True, True), (1, 6, 1), strict=True)):
         args, addresses = arguments(key, 100 * i, False)
         launches.append(Launch(key, i + 1, args, pdl, cluster))
-        expected.append(as_read(args[-1], addresses, Kind.INT))
+        expected.append(as_read(args[-1], addresses, PARAMETERS[key.source][-1].kind))
     launcher.prepare(launches, 0)(())
     assert [seen.parameters[-1] for seen in fake.seen] == expected
     assert [seen.grid[0] for seen in fake.seen] == [1, 2, 3]

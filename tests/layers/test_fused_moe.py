@@ -115,21 +115,23 @@ def test_torch_can_trace_the_ops(device):
     weights, (x, router, ids) = h.random_layer(gen, EXPERTS, HIDDEN, 128), random_call(gen, 5)
     torch.library.opcheck(
         torch_ops.fused_moe,
-        (OPTIONS[False], x, *weights, router, ids, None, torch.zeros_like(x)),
+        (OPTIONS[False], x, *weights, None, None, router, ids, None, torch.zeros_like(x)),
         test_utils=OPCHECKS,
     )
     logits = torch.randn(5, EXPERTS, device=device)
     for padding in (None, torch.arange(5, device=device) > 3):
         torch.library.opcheck(
             torch_ops.routed_moe,
-            (OPTIONS[False], TOPK, True, x, *weights, logits, padding, torch.zeros_like(x)),
+            (OPTIONS[False], TOPK, True, x, *weights, None, None, logits, padding, torch.zeros_like(x)),
             test_utils=OPCHECKS,
         )
     rows = h.random_quantized(gen, EXPERTS, 16, HIDDEN)
     counts = torch.arange(EXPERTS, dtype=torch.int32, device=device)
     out = torch.zeros(EXPERTS, 16, HIDDEN, dtype=torch.bfloat16, device=device)
     torch.library.opcheck(
-        torch_ops.batched_experts, (OPTIONS[False], 4, *rows, *weights, counts, out), test_utils=OPCHECKS
+        torch_ops.batched_experts,
+        (OPTIONS[False], 4, *rows, *weights, *h.random_biases(gen, EXPERTS, HIDDEN, 128).values(), counts, out),
+        test_utils=OPCHECKS,
     )
 
 

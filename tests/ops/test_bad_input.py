@@ -22,6 +22,7 @@ def right_calls(device: torch.device) -> dict[str, Call]:
     x, layer = h.random_tokens(gen, ROWS, HIDDEN), h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE)._asdict()
     topk_weights, topk_ids = h.random_routing(gen, "distinct", ROWS, 2, EXPERTS)
     batch, counts = h.random_quantized(gen, EXPERTS, ROWS, HIDDEN), torch.full_like(topk_ids[:EXPERTS, 0], 2)
+    layer |= h.random_biases(gen, EXPERTS, HIDDEN, INTERMEDIATE)
     weight, weight_scale = h.random_weights(gen, 136, HIDDEN)
     experts = h.random_weights(gen, EXPERTS, 136, HIDDEN)
 
@@ -262,6 +263,10 @@ WRONG_CALLS = {
     "moe-other-hidden": (MOE, "hidden_states", with_k(384), "w13 has shape [4, 256, 256], needs [any, any, 384]"),
     "moe-w13-odd-intermediate": (MOE, "w13", lambda w: w[:, :192].contiguous(), "w13's second dimension is 192"),
     "moe-w13-transposed": (MOE, "w13", lambda w: w.mT, "w13 has strides"),
+    "moe-bias-bf16": (MOE, "w13_bias", torch.Tensor.bfloat16, "w13_bias has dtype torch.bfloat16, needs torch.float32"),
+    "moe-bias-shape": (MOE, "w2_bias", narrow, "w2_bias has shape [4, 255], needs [4, 256]"),
+    "moe-one-bias": (MOE, "w2_bias", lambda _: None, "One of w13_bias and w2_bias is None. Pass both"),
+    "batched-bias-elsewhere": (BATCHED, "w2_bias", meta, "w2_bias is on meta, the other tensors on"),
     "moe-w13-scale-e8m0": (MOE, "w13_scale", torch.Tensor.byte, "w13's scales has dtype torch.uint8"),
     "moe-w2-other-experts": (MOE, "w2", short, "w2's scales has shape [4, 2, 1], needs [3, 2, 1]"),
     "moe-w2-scale-per-tensor": (MOE, "w2_scale", lambda s: s[:, 0, 0], "w2's scales has shape [4]"),

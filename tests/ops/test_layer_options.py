@@ -47,7 +47,7 @@ def test_a_torch_op_passes_all_options_on(specs, op):
     call_torch_op(op, layer_options(ue8m0=True, activation=activation, **router).text)
     topk = 1 if op == BATCHED else 2
     shape = MoeShape(topk, HIDDEN, INTERMEDIATE, EXPERTS, EXPERTS)
-    assert specs == [LayerSpec(shape, ue8m0=True, activation=activation, **router)]
+    assert specs == [LayerSpec(shape, ue8m0=True, activation=activation, bias=True, **router)]
 
 
 @OPS

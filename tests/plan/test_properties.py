@@ -25,6 +25,7 @@ from tests import helpers as h
 many = settings(max_examples=5 * settings.default.max_examples)  # an example takes a few milliseconds
 backends = pytest.mark.parametrize("targets", [st.just(SM90), st.sampled_from(list(TARGETS))], ids=["sm90", "triton"])
 X, X_SCALES, W13, W13_SCALES, W2, W2_SCALES, LAYOUT, OUT, SCRATCH = SLOTS = tuple(map(Slot, range(9)))
+W13_BIAS, W2_BIAS = Slot(9), Slot(10)
 
 
 def scaled(most: int) -> st.SearchStrategy[int]:
@@ -44,7 +45,8 @@ def specs(draw: st.DrawFn) -> LayerSpec:
     )
     shape = shape._replace(topk=min(shape.topk, shape.global_experts))
     activation = draw(st.sampled_from((SILU, *h.MODIFIED)))
-    spec = LayerSpec(shape, ue8m0=draw(st.booleans()), activation=activation, batch_invariant=draw(st.booleans()))
+    ue8m0, bias, invariant = (draw(st.booleans()) for _ in range(3))
+    spec = LayerSpec(shape, ue8m0=ue8m0, activation=activation, bias=bias, batch_invariant=invariant)
     return spec.with_shared_expert(2.5) if draw(st.booleans()) else spec
 
 
@@ -122,6 +124,13 @@ def check_activation(launches: Iterable[Launch], activation: Activation) -> None
     assert numbers == activation.numbers
 
 
+def check_biases(launches: Iterable[Launch], spec: LayerSpec, biases: tuple[Slot, Slot]) -> None:
+    """Both GEMMs have the variant that adds a bias, with that of their weights; or neither does."""
+    found = [launch for launch in launches if hasattr(launch.args, "bias")]
+    assert tuple(launch.args.bias for launch in found) == (biases if spec.bias else (0, 0))
+    assert [dict(launch.key.defines).get("BIAS", 0) for launch in found] == [int(spec.bias)] * 2
+
+
 def weight_bytes(shape: MoeShape) -> tuple[int, int]:
     matrix = shape.local_experts * shape.intermediate * shape.hidden
     return 2 * matrix, matrix
@@ -141,9 +150,11 @@ def test_a_layer(
     kernels = BACKENDS[target].layer_kernels(spec, Arrival.STANDARD)
     check(launches, kernels, room, plan.choices.scratch)
     check_activation(launches, spec.activation)
+    check_biases(launches, spec, (at.w13_bias, at.w2_bias))
     arguments = [argument for launch in launches for argument in launch.args]
     used = {getattr(argument, "address", argument) for argument in arguments}
-    assert set(at) - {at.scratch} <= used, "every tensor is read or written"
+    unused = {at.scratch} if spec.bias else {at.scratch, at.w13_bias, at.w2_bias}
+    assert set(at) - unused <= used, "every tensor is read or written"
     if tile_rows(plan):
         tiles = tile_capacity(rows, shape.local_experts, tile_rows(plan))
         needed = {"slots": 4 * rows, "tokens": 4 * rows, "num_rows": 4, "table": 16 * tiles, "num_tiles": 8}
@@ -198,9 +209,9 @@ def test_batched_experts(
     shape, rows = spec.shape, spec.shape.local_experts * max_m
     plan = BACKENDS[target].plan_batched(spec, max_m, expected_m, sms)
     x = Rows(X, rows, shape.hidden, X_SCALES, max_m, scale_pitch(rows))
-    w13 = Weights(W13, shape.local_experts, 2 * shape.intermediate, shape.hidden, W13_SCALES)
-    w2 = Weights(W2, shape.local_experts, shape.hidden, shape.intermediate, W2_SCALES)
-    launches = plan.launches(x, w13, w2, LAYOUT, OUT, SCRATCH)
+    weights = Weights.of_experts(spec, W13, W13_SCALES, W2, W2_SCALES, W13_BIAS, W2_BIAS)
+    launches = plan.launches(x, *weights, LAYOUT, OUT, SCRATCH)
+    check_biases(launches, spec, (W13_BIAS, W2_BIAS))
     room = dict(zip((W13, W2), weight_bytes(shape), strict=True))
     room |= {X: rows * shape.hidden, OUT: 2 * rows * shape.hidden}
     check(launches, BACKENDS[target].layer_kernels(spec, Arrival.BATCHED), room, plan.choices.scratch)

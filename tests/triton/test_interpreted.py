@@ -115,6 +115,18 @@ def test_weights_with_a_scale_for_each_row(
     assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
 
 
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(3, None), (20, FEW_ROWS), (20, MORE_ROWS)])
+def test_biases_are_added_once(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, tile_rows: int | None
+) -> None:
+    force_step(monkeypatch, tile_rows)
+    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), h.random_tokens(gen, tokens, HIDDEN)
+    biases = h.random_biases(gen, EXPERTS, HIDDEN, INTERMEDIATE)
+    call = x, *layer, *h.random_routing(gen, "some_missing", tokens, TOPK, EXPERTS)
+    expected, actual, _ = both(ops.fused_moe, *call, **biases)
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
+
+
 @pytest.mark.parametrize(("tokens", "tile_rows"), [(2, None), (50, FEW_ROWS)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_experts_of_a_rank_are_found_by_the_map(

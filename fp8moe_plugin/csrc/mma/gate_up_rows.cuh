@@ -46,14 +46,34 @@ DEVICE int place_of_sums(int lane) {
     return kStoredPaired ? (warp * 4 + lane / 8) * 16 : (warp % 4 * 8 + lane / 4) * 16;
 }
 
-using ChannelScales = RowScales<2 * 4>;  // of the lane's four channels, gate first
+// The scales and the biases of the lane's four channels, gate first. `first`: the channel with which their group
+// begins.
+struct ChannelValues {
+    RowScales<2 * 4> scales;
+    RowBiases<2 * 4> biases;
+    DEVICE ChannelValues(const WeightScale* scales, const float* biases, int expert, int intermediate, int first)
+        : ChannelValues(scales, biases, [=](int i) {
+              int channel = first + channel_of_lane(lane_of_warp(), i % 4);
+              return (expert * 2 + i / 4) * intermediate + channel;
+          }) {}
+
+   private:
+    template <class Row>
+    DEVICE ChannelValues(const WeightScale* scales, const float* biases, Row row)
+        : scales(scales, row), biases(biases, row) {}
+    // Of chunks, the channels are two pairs of neighbouring ones.
+    DEVICE static int channel_of_lane(int lane, int i) {
+        if (!kStoredPaired) return lane * 4 + i;
+        return lane / 16 * 2 * kSlabChannels + lane % 16 * 2 + i / 2 * kSlabChannels + i % 2;
+    }
+};
 
 // The 16 bytes of a lane in both rows become its four channels of the gate and of the up projection.
-DEVICE void complete_sums(float4 (&half)[2], const ChannelScales& scales) {
+DEVICE void complete_sums(float4 (&half)[2], const ChannelValues& values) {
     if constexpr (kScalesOfRows) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float* of = scales.of + h * 4;
+            const float* of = values.scales.of + h * 4;
             half[h].x *= of[0], half[h].y *= of[1], half[h].z *= of[2], half[h].w *= of[3];
         }
     }
@@ -61,6 +81,13 @@ DEVICE void complete_sums(float4 (&half)[2], const ChannelScales& scales) {
         const float4 even = half[0], odd = half[1];
         half[0] = make_float4(even.x, odd.x, even.z, odd.z);
         half[1] = make_float4(even.y, odd.y, even.w, odd.w);
+    }
+    if constexpr (kBias) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float* of = values.biases.of + h * 4;
+            half[h].x += of[0], half[h].y += of[1], half[h].z += of[2], half[h].w += of[3];
+        }
     }
 }
 

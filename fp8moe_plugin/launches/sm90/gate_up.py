@@ -53,6 +53,7 @@ def gate_up_launch(
             n=w13.n,
             k=w13.k,
             activation=activation,
+            bias=w13.bias,
         ),
     )
 
@@ -101,6 +102,7 @@ def gate_up_few_rows_launch(
             splits=k_splits,
             counters_per_tile=row_counters,
             activation=activation,
+            bias=w13.bias,
         ),
         pdl=pdl,
     )

@@ -159,6 +159,7 @@ def grouped_gemm_launch(
             m=a.rows,
             n=b.n,
             k=b.k,
+            bias=b.bias,
         ),
         pdl=pdl,
     )
@@ -206,6 +207,7 @@ def grouped_gemm_few_rows_launch(
             columns_at_once=columns,
             done_counters=tiles.done_counters if row_counters else 0,
             counters_per_tile=row_counters,
+            bias=b.bias,
         ),
         pdl=pdl,
     )

@@ -22,6 +22,8 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
         "tokens": step.tokens,
         "hidden": hidden,
         "intermediate": intermediate,
+        "topk_weights": tensors.topk_weights,
+        "routed_scale": spec.routed_scale,
     }
     first = Launch(
         step.gate_up,
@@ -30,11 +32,10 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
             w_map=interleaved_map(w13),
             x=tensors.hidden_states,
             w_scales=w13.scales,
-            topk_weights=tensors.topk_weights,
             q=at.inner,
             scales=at.inner_scales,
-            routed_scale=spec.routed_scale,
             activation=spec.activation.numbers,
+            bias=w13.bias,
             **common,
         ),
     )
@@ -48,6 +49,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
             scales=at.inner_scales,
             out=tensors.out,
             splits=step.down_splits,
+            bias=w2.bias,
             **common,
         ),
         pdl=True,

@@ -190,6 +190,7 @@ def triton_gate_up_launch(
         gathered=int(a_rows != 0),
         group_m=ROW_TILES_AT_ONCE,
         **activation._asdict(),
+        bias=w13.bias,
     )
 
 
@@ -231,6 +232,7 @@ def triton_gemm_launch(
         added=int(c != 0),
         grouped=int(tiles is not None),
         group_m=ROW_TILES_AT_ONCE,
+        bias=b.bias,
     )
 
 

@@ -61,7 +61,8 @@ def refusal_of(moe: Any, spec: LayerSpec, quantized: bool) -> Refusal | None:
         quantized: see `Engine`.
     """
     number = moe.num_local_experts
-    part = ExpertsPart(moe.hidden_dim, moe.intermediate_size, moe.tp_size, number, layer_refusal(spec))
+    kind = layer_refusal(spec) or ("a bias" if spec.bias else None)  # for which the layers have no parameters yet
+    part = ExpertsPart(moe.hidden_dim, moe.intermediate_size, moe.tp_size, number, kind)
     server, why = place_experts(part, Engine("vLLM", quantized))
     if server is Server.OURS:
         return None

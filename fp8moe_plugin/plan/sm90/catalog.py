@@ -115,7 +115,12 @@ def _activation_macros(activation: Activation, ue8m0: bool) -> tuple[tuple[str, 
 
 def _gate_up_macros(spec: LayerSpec) -> tuple[tuple[str, int], ...]:
     """Returns the macros of GEMM 1 of the experts."""
-    return *_activation_macros(spec.activation, spec.ue8m0), *WEIGHT_MACROS[spec.weights]
+    return *_activation_macros(spec.activation, spec.ue8m0), *_weight_macros(spec.weights, spec.bias)
+
+
+def _weight_macros(weights: WeightFormat, bias: bool) -> tuple[tuple[str, int], ...]:
+    """Returns the macros for what experts' weights are; BIAS is one only if there is a bias."""
+    return *WEIGHT_MACROS[weights], *((("BIAS", 1),) if bias else ())
 
 
 def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
@@ -152,21 +157,21 @@ def gate_up_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -
 
 @functools.cache
 def grouped_gemm_key(
-    output: Output, block_n: int = 256, keep_b: bool = False, weights: WeightFormat = FP8_BLOCK
+    output: Output, block_n: int = 256, keep_b: bool = False, weights: WeightFormat = FP8_BLOCK, bias: bool = False
 ) -> KernelKey:
     """GEMM with many rows per group, or with one group; `keep_b`: see `sm90.grouped.keeps_b`."""
+    macros = _weight_macros(weights, bias)
     if weights in DECODED:
-        return KernelKey("grouped_gemm_few_rows", (("MANY_ROWS", 1), *WEIGHT_MACROS[weights]), 384, 211 * KIB)
-    defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)), *WEIGHT_MACROS[weights])
+        return KernelKey("grouped_gemm_few_rows", (("MANY_ROWS", 1), *macros), 384, 211 * KIB)
+    defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)), *macros)
     return KernelKey("grouped_gemm", defines, 384, SMEM_BYTES)
 
 
 @functools.cache
-def grouped_gemm_few_rows_key(weights: WeightFormat = FP8_BLOCK) -> KernelKey:
+def grouped_gemm_few_rows_key(weights: WeightFormat = FP8_BLOCK, bias: bool = False) -> KernelKey:
     """GEMM with few rows per group. It leaves shared memory for blocks of combine, which starts early (PDL)."""
-    return KernelKey(
-        "grouped_gemm_few_rows", WEIGHT_MACROS[weights], 384, (212 // blocks_of_few_rows(weights) - 1) * KIB
-    )
+    kib = 212 // blocks_of_few_rows(weights) - 1
+    return KernelKey("grouped_gemm_few_rows", _weight_macros(weights, bias), 384, kib * KIB)
 
 
 def blocks_of_few_rows(weights: WeightFormat) -> int:
@@ -181,7 +186,7 @@ def down_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> K
         cluster: blocks per cluster of GEMM 1, which runs concurrently on the same SMs.
     """
     (_, stages), (_, kib) = _small_batch_memory(spec, padded_tokens, cluster)
-    defines = (("STAGES", stages), ("TOKENS", padded_tokens), *WEIGHT_MACROS[spec.weights])
+    defines = (("STAGES", stages), ("TOKENS", padded_tokens), *_weight_macros(spec.weights, spec.bias))
     return KernelKey("down_small_batch", defines, 320, kib * KIB)
 
 

@@ -68,7 +68,7 @@ def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: 
     return BatchedPlan(
         spec=spec,
         gate_up=gate_up_key(spec, gather=False),
-        down=grouped_key(tile, keeps_b(expected_m, intermediate), spec.weights),
+        down=grouped_key(tile, keeps_b(expected_m, intermediate), spec.weights, spec.bias),
         blocks=multiprocessors,
         tile=tile,
         pdl_down=down_uses_pdl(expected_m, intermediate),
@@ -76,11 +76,13 @@ def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: 
     )
 
 
-def grouped_key(tile: RowTile, keep_b: bool = False, weights: WeightFormat = FP8_BLOCK) -> KernelKey:
+def grouped_key(
+    tile: RowTile, keep_b: bool = False, weights: WeightFormat = FP8_BLOCK, bias: bool = False
+) -> KernelKey:
     """Returns the key of the grouped GEMM in such tiles; `keep_b`: see `keeps_b`."""
     if tile.streams_weights:
-        return grouped_gemm_few_rows_key(weights)
-    return grouped_gemm_key(Output.BF16, keep_b=keep_b, weights=weights)
+        return grouped_gemm_few_rows_key(weights, bias)
+    return grouped_gemm_key(Output.BF16, keep_b=keep_b, weights=weights, bias=bias)
 
 
 def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:

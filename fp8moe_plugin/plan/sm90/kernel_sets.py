@@ -39,7 +39,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     transpose_scales_key,
 )
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
-from fp8moe_plugin.plan.sm90.layer import few_rows_tokens
+from fp8moe_plugin.plan.sm90.layer import few_rows_tokens, only_few_rows
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
 
@@ -48,7 +48,8 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
     if spec.weights in DECODED:
         return _kernels_that_decode(spec)
-    down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, weights=spec.weights) for keep in (False, True))
+    of_w2 = {"weights": spec.weights, "bias": spec.bias}
+    down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, **of_w2) for keep in (False, True))
     gemms = {
         gate_up_key(spec, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
         f"steps of more than {_few(spec)} tokens: prefill; and of batched experts",
@@ -72,7 +73,9 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the GEMMs that gather their tokens, and their quantization."""
     few = _few(spec)
     return {
-        grouped_gemm_few_rows_key(spec.weights): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
+        grouped_gemm_few_rows_key(
+            spec.weights, spec.bias
+        ): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
         gate_up_few_rows_key(spec): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
         gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of "
         f"more than {few} tokens: prefill, with gathered tokens",
@@ -82,16 +85,20 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
 
 def _kernels_that_decode(spec: LayerSpec) -> KernelSet:
     """Returns the kernels of a layer whose weights are decoded to registers. Its GEMM 1 always gathers."""
-    few = f"experts in {spec.weights.name} in steps of up to {_few(spec)} tokens: decode"
-    many = f"experts in {spec.weights.name} in steps of more than {_few(spec)} tokens: prefill"
+    experts, only = f"experts in {spec.weights.name}", only_few_rows(spec)
+    few = experts if only else f"{experts} in steps of up to {_few(spec)} tokens: decode"
+    many = f"{experts} in steps of more than {_few(spec)} tokens: prefill"
+    for_many: KernelSet = {
+        grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias): f"GEMM 2 of {many}",
+        gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of {many}",
+    }
     return (
         {
-            grouped_gemm_few_rows_key(spec.weights): f"GEMM 2 of {few}",
+            grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 of {few}",
             gate_up_few_rows_key(spec): f"GEMM 1 and SwiGLU of {few}",
-            grouped_gemm_key(Output.BF16, weights=spec.weights): f"GEMM 2 of {many}",
-            gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of {many}",
             quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
         }
+        | ({} if only else for_many)
         | _small_batch_kernels(spec)
         | _routing_kernels(spec)
     )

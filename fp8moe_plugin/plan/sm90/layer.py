@@ -109,8 +109,13 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
-    few_rows = tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+    few_rows = only_few_rows(spec) or tokens <= few_rows_tokens(shape.topk, shape.global_experts)
     return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors)
+
+
+def only_few_rows(spec: LayerSpec) -> bool:
+    """Returns whether steps of any number of tokens take the kernels for few rows: others have no registers left."""
+    return spec.bias and spec.weights in DECODED
 
 
 def few_rows_tokens(topk: int, global_experts: int) -> int:
@@ -227,7 +232,7 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
         columns_at_once=column_tiles,
         quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
-        down=grouped_key(tile, keep_b, spec.weights),
+        down=grouped_key(tile, keep_b, spec.weights, spec.bias),
         scratch=sorted_scratch(shape, tokens, tile.rows, gathers, splits, counters),
     )
 

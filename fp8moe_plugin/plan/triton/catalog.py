@@ -61,7 +61,12 @@ def _activated(activation: Activation, ue8m0: bool) -> dict[str, int]:
 
 def _of_gate_up(spec: LayerSpec) -> dict[str, int]:
     """Returns the constants of GEMM 1 of the experts, except its tiles."""
-    return {"ROW_SCALES": ROW_SCALES[spec.weights], **_activated(spec.activation, spec.ue8m0)}
+    return {**_of_weights(spec.weights, spec.bias), **_activated(spec.activation, spec.ue8m0)}
+
+
+def _of_weights(weights: WeightFormat, bias: bool) -> dict[str, int]:
+    """Returns the constants for what experts' weights are; BIAS is one only if there is a bias."""
+    return {"ROW_SCALES": ROW_SCALES[weights], **({"BIAS": 1} if bias else {})}
 
 
 # ---- routing and quantization --------------------------------------------------------------------------------------
@@ -124,10 +129,9 @@ def gate_up_small_batch_key(target: str, spec: LayerSpec) -> TritonKey:
     return _key(target, "gate_up_small_batch", BLOCK_N=4, GROUPS=16, **_of_gate_up(spec))
 
 
-@functools.cache
-def down_small_batch_key(target: str, ue8m0: bool, weights: WeightFormat) -> TritonKey:
-    scales = ROW_SCALES[weights]
-    return _key(target, "down_small_batch", BLOCK_N=8, GROUPS=16, ROW_SCALES=scales, UE8M0=int(ue8m0))
+def down_small_batch_key(target: str, spec: LayerSpec) -> TritonKey:
+    constants = {**_of_weights(spec.weights, spec.bias), "UE8M0": int(spec.ue8m0)}
+    return _key(target, "down_small_batch", BLOCK_N=8, GROUPS=16, **constants)
 
 
 @functools.cache
@@ -156,7 +160,12 @@ def gate_up_key(target: str, tile_rows: int, spec: LayerSpec) -> TritonKey:
 
 @functools.cache
 def gemm_key(
-    target: str, tile_rows: int, tile_n: int = TILE_N, f32: bool = False, weights: WeightFormat = FP8_BLOCK
+    target: str,
+    tile_rows: int,
+    tile_n: int = TILE_N,
+    f32: bool = False,
+    weights: WeightFormat = FP8_BLOCK,
+    bias: bool = False,
 ) -> TritonKey:
     """GEMM with bfloat16 or float32 results, in tiles of `tile_rows` rows and `tile_n` columns."""
     swap, warps = int(tile_rows == FEW_ROWS and tile_n == TILE_N), 8 if tile_rows == MANY_ROWS else 4
@@ -164,7 +173,7 @@ def gemm_key(
     stages = 3 if tile_rows == FEW_ROWS or not _is_large(target) else 4
     stages = NARROW_STAGES if tile_n == NARROW_TILE_N else stages
     tile = {"BLOCK_M": tile_rows, "BLOCK_N": tile_n, "SWAP": swap}
-    return _key(target, "gemm", warps, stages, **tile, F32=int(f32), ROW_SCALES=ROW_SCALES[weights])
+    return _key(target, "gemm", warps, stages, **tile, F32=int(f32), **_of_weights(weights, bias))
 
 
 def _is_large(target: str) -> bool:

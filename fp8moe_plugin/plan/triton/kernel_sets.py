@@ -33,7 +33,7 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
     ue8m0 = spec.ue8m0
     for rows in EXPERT_TILE_ROWS:
         reasons[gate_up_key(target, rows, spec)] = f"GEMM 1 of the experts and SwiGLU, in tiles of {rows} rows"
-        down = gemm_key(target, rows, weights=spec.weights)
+        down = gemm_key(target, rows, weights=spec.weights, bias=spec.bias)
         reasons[down] = f"GEMM 2 of the experts, and dense GEMMs, in tiles of {rows} rows"
     if arrival is Arrival.BATCHED:
         reasons[tiles_of_counts_key(target)] = "tiles of batched experts, as DeepEP's low-latency mode hands them over"
@@ -46,9 +46,7 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
     return reasons | {
         gate_up_small_batch_key(target, spec): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
-        down_small_batch_key(
-            target, ue8m0, spec.weights
-        ): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",
+        down_small_batch_key(target, spec): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",
         combine_key(target): "the weighted sum of each token's experts",
     }
 

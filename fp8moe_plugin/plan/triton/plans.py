@@ -148,7 +148,7 @@ def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> Triton
         spec=spec,
         tokens=tokens,
         gate_up=gate_up_small_batch_key(target, spec),
-        down=down_small_batch_key(target, spec.ue8m0, spec.weights),
+        down=down_small_batch_key(target, spec),
         scratch=TritonSmallBatchScratch(*offsets(inner)),
     )
 
@@ -177,7 +177,7 @@ def triton_step(target: str, spec: LayerSpec, tokens: int, tile_rows: int) -> Tr
         tile_rows=tile_rows,
         tiles=tiles,
         gate_up=gate_up_key(target, tile_rows, spec),
-        down=gemm_key(target, tile_rows, weights=spec.weights),
+        down=gemm_key(target, tile_rows, weights=spec.weights, bias=spec.bias),
         scratch=TritonScratch(*offsets(*sizes)),
     )
 
@@ -197,7 +197,7 @@ def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> T
         target=target,
         spec=spec,
         gate_up=gate_up_key(target, tile_rows, spec),
-        down=gemm_key(target, tile_rows, weights=spec.weights),
+        down=gemm_key(target, tile_rows, weights=spec.weights, bias=spec.bias),
         tile_rows=tile_rows,
         tiles=tiles,
         scratch=TritonBatchedScratch(*offsets(16 * tiles, 8, *inner)),
