@@ -4,12 +4,6 @@
 #pragma once
 #include "mma/swap_ab.cuh"
 
-// The tokens of one wgmma, where a thread has the sums of two operands.
-template <int kTokens>
-constexpr int kTokensAtOnce = kTokens <= 96    ? kTokens
-                              : kTokens <= 128 ? 64
-                                               : 48;
-
 // Adds the product of 64 rows of weights and the tokens of a stage. `token_scales`: address of the scale of the
 // thread's first token. kAligned: that is a multiple of 8. `meanwhile` is called while the tensor cores multiply.
 template <int kTokens, int kAtOnce, bool kAligned, int kFirst = 0, class SharedMemory, class Meanwhile>
@@ -19,7 +13,7 @@ DEVICE void add_product(SharedMemory shared, int stage, const RegistersA& weight
     Fragment<kCount> product;
     float scale[kCount / 4];
     wgmma_start(product, weights, shared.tokens(stage, kFirst));
-    if constexpr (kNext == kTokens) meanwhile();
+    if constexpr (kFirst == 0) meanwhile();
 #pragma unroll
     for (int i = 0; i < kCount / 4; i += 2) {
         const u32 from = token_scales + (kFirst + column_offset(i)) * 4;
@@ -36,53 +30,70 @@ DEVICE void add_product(SharedMemory shared, int stage, const RegistersA& weight
 }
 
 // Adds up the products of the next `steps` stages: 64 rows of weights from `row` on. `first_token`: index of the scale
-// of the tile's first token in a stage. The next stage's weights are read during the products of a stage.
+// of the tile's first token in a stage. The next stage's weights are decoded during the products of a stage.
 template <int kTokens, class SharedMemory, int kStages>
 DEVICE void multiply_rows(SharedMemory shared, Ring<kStages>& ring, int steps, int row, int first_token,
                           Fragment<kTokens>& sum) {
     const int token = first_token + fragment_column(threadIdx.x);
     const u32 tables = shared.template at<WeightTables>(0);
-    PackedRow rows[1][2];
-    auto load = [&] {
+    RegistersA next;
+    auto decode_next = [&] {
+        PackedRow rows[1][2];
         barrier_wait(shared.full(ring.stage), ring.phase);
         WeightTile<SharedMemory>(shared, ring.stage).load_packed(row, rows);
+        next = decoded(rows[0][0], rows[0][1], tables);
     };
     clear(sum);
-    load();
+    decode_next();
     for (int step = 0; step < steps; ++step) {
         const int s = ring.stage;
         const float scale = WeightTile<SharedMemory>(shared, s).scale(0);
-        const RegistersA a = decoded(rows[0][0], rows[0][1], tables);
+        const RegistersA a = next;
         ring.advance();
         add_product<kTokens, kTokens, false>(shared, s, a, shared.token_scale(s, token), scale, sum, [&] {
-            if (step + 1 < steps) load();
+            if (step + 1 < steps) decode_next();
         });
         release(shared, s);
     }
 }
 
 // The same for 128 rows of a chunk from `row` on, of the gate and of the up projection: a sum of each. The thread's
-// rows of a sum are those of the first and of the second slab. Tokens were copied by ordinary writes.
+// rows of a sum are those of the first and of the second slab. Tokens were copied by ordinary writes. An operand is
+// decoded during the products of the one before as far as there are registers for it.
 template <int kTokens, class SharedMemory, int kStages>
 DEVICE void multiply_gate_and_up(SharedMemory shared, Ring<kStages>& ring, int steps, int row,
                                  Fragment<kTokens> (&sum)[2]) {
+    constexpr int kAtOnce = kTokens <= 96 ? kTokens : kTokens <= 128 ? 64 : 48;
+    constexpr bool kUpAhead = kTokens <= 80, kGateAhead = kTokens <= 112, kKeepsRows = kTokens <= 112;
     const int token = fragment_column(threadIdx.x);
     const u32 tables = shared.template at<WeightTables>(0);
+    PackedRow rows[2][2];
+    RegistersA next;
+    auto decode_gate = [&] {
+        barrier_wait(shared.full(ring.stage), ring.phase);
+        fence_proxy_async();
+        WeightTile<SharedMemory>(shared, ring.stage).load_packed(row, rows);
+        next = decoded(rows[0][0], rows[1][0], tables);
+    };
     clear(sum);
-    for (int step = 0; step < steps; ++step, ring.advance()) {
+    if (kGateAhead) decode_gate();
+    for (int step = 0; step < steps; ++step) {
+        if (!kGateAhead) decode_gate();
         const int s = ring.stage;
         const WeightTile<SharedMemory> weights(shared, s);
-        barrier_wait(shared.full(s), ring.phase);
-        fence_proxy_async();
-        PackedRow rows[2][2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (half == 0 || kTokens > 112)
-                weights.load_packed(row, rows);  // wide tiles have no registers to keep them
-            const RegistersA a = decoded(rows[0][half], rows[1][half], tables);
-            add_product<kTokens, kTokensAtOnce<kTokens>, true>(shared, s, a, shared.token_scale(s, token),
-                                                               weights.scale(half), sum[half], [] {});
-        }
+        const u32 token_scales = shared.token_scale(s, token);
+        ring.advance();
+        const RegistersA gate = next;
+        add_product<kTokens, kAtOnce, true>(shared, s, gate, token_scales, weights.scale(0), sum[0], [&] {
+            // Always true. Without a condition ptxas decodes to registers of `gate`, and serializes the products.
+            if (kUpAhead && row >= 0) next = decoded(rows[0][1], rows[1][1], tables);
+        });
+        if (!kKeepsRows) weights.load_packed(row, rows);
+        if (!kUpAhead) next = decoded(rows[0][1], rows[1][1], tables);
+        const RegistersA up = next;
+        add_product<kTokens, kAtOnce, true>(shared, s, up, token_scales, weights.scale(1), sum[1], [&] {
+            if (kGateAhead && step + 1 < steps) decode_gate();
+        });
         release(shared, s);
     }
 }
