@@ -324,7 +324,7 @@ def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile: RowTile | Non
     def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> StepPlan:
         if width:
             return small_batch_step(spec, tokens, width, multiprocessors)
-        few = tokens <= few_rows_tokens(spec.shape.topk, spec.shape.global_experts)
+        few = tokens <= few_rows_tokens(spec)
         return sorted_step(spec, tokens, tile or (FEW_ROWS if few else MANY_ROWS), multiprocessors)
 
     return force_layer(patch, plan)

@@ -13,6 +13,13 @@ first sentence of a comment says what a constant decides. Numbers in brackets ar
 # channels.
 FEW_ROWS_PER_EXPERT = 40
 
+# The same for layers of experts in packed MXFP4, whose kernels for many rows stream weights, too: they decode while
+# tensor cores multiply.
+# Measured: not yet. By its instructions, a K block of up to 64 tokens takes 60% of the time in which its weights arrive
+# from memory, for which the kernels for few rows have no registers.
+# Measure again: with 8 to 48 rows per expert, when one of these kernels changes.
+PACKED_FEW_ROWS_PER_EXPERT = 20
+
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.
 # Measured: both GEMMs of a layer of DeepSeek-V4-Flash, with a first version of the kernels, take 0.60 of the time in

@@ -66,7 +66,7 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
 
 
 def _few(spec: LayerSpec) -> int:
-    return few_rows_tokens(spec.shape.topk, spec.shape.global_experts)
+    return few_rows_tokens(spec)
 
 
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:

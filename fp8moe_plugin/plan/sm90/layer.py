@@ -46,6 +46,7 @@ from fp8moe_plugin.plan.tuning import (
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
+    PACKED_FEW_ROWS_PER_EXPERT,
     SMALL_BATCH_BYTES,
     SPARE_MULTIPROCESSORS,
     SPLIT_BYTES,
@@ -109,7 +110,7 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
-    few_rows = only_few_rows(spec) or tokens <= few_rows_tokens(shape.topk, shape.global_experts)
+    few_rows = only_few_rows(spec) or tokens <= few_rows_tokens(spec)
     return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors)
 
 
@@ -118,12 +119,13 @@ def only_few_rows(spec: LayerSpec) -> bool:
     return spec.bias and spec.weights in DECODED
 
 
-def few_rows_tokens(topk: int, global_experts: int) -> int:
+def few_rows_tokens(spec: LayerSpec) -> int:
     """Returns the largest number of tokens for which a layer uses the kernels for few rows, which stream the weights.
 
     With more tokens, too many experts have more rows than a tile of FEW_ROWS and load their weights twice.
     """
-    return FEW_ROWS_PER_EXPERT * global_experts // topk
+    rows = PACKED_FEW_ROWS_PER_EXPERT if spec.weights in DECODED else FEW_ROWS_PER_EXPERT
+    return rows * spec.shape.global_experts // spec.shape.topk
 
 
 # ---- small batches -------------------------------------------------------------------------------------------------
