@@ -13,20 +13,18 @@ first sentence of a comment says what a constant decides. Numbers in brackets ar
 # channels.
 FEW_ROWS_PER_EXPERT = 40
 
-# The same for layers of experts in packed MXFP4, whose kernels for many rows stream weights, too: they decode while
-# tensor cores multiply.
-# Measured: not yet. By its instructions, a K block of up to 64 tokens takes 60% of the time in which its weights arrive
-# from memory, for which the kernels for few rows have no registers.
-# Measure again: with 8 to 48 rows per expert, when one of these kernels changes.
-PACKED_FEW_ROWS_PER_EXPERT = 20
+# The same for weights that are decoded to registers (packed MXFP4).
+# Measured: DeepSeek-V4-Flash with 24 rows per expert takes 0.88 of the time of the kernels for many rows, with 48 rows
+# 0.95 to 1.03; an eighth of the channels 0.87 and 0.90 ([078]).
+# Measure again: when either kind of kernels changes; nothing between 48 and 96 rows was measured.
+PACKED_FEW_ROWS_PER_EXPERT = 64
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.
-# Measured: both GEMMs of a layer of DeepSeek-V4-Flash, with a first version of the kernels, take 0.60 of the time in
-# block FP8 with 24 rows per expert, 1.0 with 96 and 1.19 to 1.30 with 192; an eighth of the channels 0.71, 0.84 and
-# 0.91.
+# Measured: a layer of DeepSeek-V4-Flash takes 0.75 of the time in block FP8 with 24 rows per expert, 0.95 with 48 and
+# 1.49 with 96; an eighth of the channels 0.73, 0.94 and 1.16 ([078]).
 # Measure again: when the kernels for packed MXFP4 with many rows change.
-MXFP4_ROWS_PER_EXPERT = 96
+MXFP4_ROWS_PER_EXPERT = 48
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
 # reading a permuted copy. The kernels for few rows always gather.
@@ -63,6 +61,13 @@ KEEP_B_UP_TO = 256
 # with 4 and 8 tokens, 320 and 586 us, was not better than 311 and 573 us ([021]).
 # Measure again: when the bandwidth of either path changes by more than 1%.
 SMALL_BATCH_BYTES = 3 * 2**28
+
+# The same for weights that are decoded to registers (packed MXFP4).
+# Measured: DeepSeek-V4-Flash with 1, 2, 4 and 8 tokens takes 32.9, 54.6, 100.8 and 186.5 us, in the other kernels 36.8,
+# 55.3, 90.7 and 154.7; an eighth of the channels with 8, 12 and 16 tokens 32.4, 40.9 and 55.5, and 38.6, 43.5 and 52.7
+# ([078]).
+# Measure again: when the stages of the small-batch kernels change (`PACKED_SMALL_BATCH_STAGES`).
+PACKED_SMALL_BATCH_BYTES = 2**27
 
 # The fewest K blocks per block of gate_up_small_batch in a batch of 9 to 16 tokens.
 # Measured: Qwen3 (hidden 2048) with clusters of eight, two K blocks per block, was slower than five launches at 12

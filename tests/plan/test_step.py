@@ -2,6 +2,7 @@
 
 import pytest
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
@@ -80,12 +81,14 @@ def test_small_batch_kernels_share_a_multiprocessor(kind, weights):
         assert sum(key.threads for key in pair) <= 2048
 
 
-def test_half_the_bytes_make_more_small_batches():
-    flash, packed = LayerSpec(MoeShape(6, 4096, 2048, 256, 256)), h.layer_spec(weights=PACKED_MXFP4)
-    for spec, most in ((flash, 5), (flash._replace(weights=PACKED_MXFP4), 10)):
-        small = [isinstance(plan_layer(spec, tokens), SmallBatchStep) for tokens in (most, most + 1)]
-        assert small == [True, False]
-    assert isinstance(plan_layer(packed, 1), SmallBatchStep)
+@pytest.mark.parametrize(
+    ("intermediate", "weights", "most"),
+    [(2048, FP8_BLOCK, 5), (2048, PACKED_MXFP4, 1), (256, PACKED_MXFP4, 13)],
+)
+def test_packed_weights_are_streamed_sooner(intermediate, weights, most):
+    spec = LayerSpec(MoeShape(6, 4096, intermediate, 256, 256), weights=weights)
+    assert isinstance(plan_layer(spec, most), SmallBatchStep)
+    assert isinstance(plan_layer(spec, most + 1), SortedStep)
 
 
 @pytest.mark.parametrize("change", [{"further_steps": (0, 1)}, {"further_steps": (2, 0)}, {"batch_invariant": True}])
@@ -114,7 +117,7 @@ def test_tiles_are_short_up_to_40_rows_an_expert():
 
 def test_packed_weights_have_tiles_of_many_rows():
     spec = LayerSpec(QWEN3_30B, weights=PACKED_MXFP4)
-    steps = [plan_layer(spec, tokens) for tokens in (17, 320, 321)]
+    steps = [plan_layer(spec, tokens) for tokens in (17, 1024, 1025)]
     assert [step.tile for step in steps] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
     assert all(step.gathers and step.k_splits == 1 for step in steps)
     keys = {key for step in steps for key in (step.gate_up, step.down)}

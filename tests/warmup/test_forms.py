@@ -42,9 +42,9 @@ def test_each_form_is_counted(flash: Model, way: tuple[int, ...], sglang: bool) 
 @pytest.mark.parametrize(
     ("parallel", "tokens", "wanted"),
     [
-        (Parallel(8), 4096, "the longest steps, of 4,096 tokens (96 rows), have fewer: set FP8MOE_FP4_EXPERTS=mxfp4."),
-        (Parallel(8), 8192, "In steps of up to 4,096 tokens (96 rows per expert), mxfp4 is faster"),
-        (Parallel(1, 8, 8), 8192, "In steps of up to 512 tokens"),
+        (Parallel(8), 2048, "the longest steps, of 2,048 tokens (48 rows), have fewer: set FP8MOE_FP4_EXPERTS=mxfp4."),
+        (Parallel(8), 8192, "In steps of up to 2,048 tokens (48 rows per expert), mxfp4 is faster"),
+        (Parallel(1, 8, 8), 8192, "In steps of up to 256 tokens"),
         (
             Parallel(8),
             8192,

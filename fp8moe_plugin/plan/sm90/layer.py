@@ -47,6 +47,7 @@ from fp8moe_plugin.plan.tuning import (
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
     PACKED_FEW_ROWS_PER_EXPERT,
+    PACKED_SMALL_BATCH_BYTES,
     SMALL_BATCH_BYTES,
     SPARE_MULTIPROCESSORS,
     SPLIT_BYTES,
@@ -144,7 +145,8 @@ def small_batch_tokens(spec: LayerSpec, tokens: int) -> int:
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
-    if nbytes * pairs * local_experts / global_experts > SMALL_BATCH_BYTES:
+    most_bytes = PACKED_SMALL_BATCH_BYTES if spec.weights in DECODED else SMALL_BATCH_BYTES
+    if nbytes * pairs * local_experts / global_experts > most_bytes:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
     if tokens <= fewer:
