@@ -20,6 +20,7 @@
 #include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
 #if MANY_ROWS
+#include "epilogue/swiglu_many_rows.cuh"
 #include "mma/swap_ab_many_rows.cuh"
 #endif
 #include "pipeline/done_counters.cuh"
@@ -46,7 +47,12 @@ template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
 using SharedMemory = Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Staging<kBlockTokens>,
                             TokenScales<kBlockTokens>, WeightScales<2>, Amax<kMathWarps * kBlockTokens / 2>,
-                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>, WeightTables<1>>;
+                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>, WeightTables<1>
+#if MANY_ROWS
+                            ,
+                            TokenFactors<kBlockTokens>
+#endif
+                            >;
 constexpr int kStages = SharedMemory::kStages;
 
 struct Operands {
@@ -195,7 +201,11 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
         biases.add_to(sum);
+#if MANY_ROWS
+        store_quantized_many_rows<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
+#else
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
+#endif
         if (!out.done.counters) return;
         __threadfence();
         named_barrier(kMathBarrier, kMathThreads);

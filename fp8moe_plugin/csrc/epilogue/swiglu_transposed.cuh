@@ -46,30 +46,24 @@ template <int kTokens, int kMathWarps, int kSlabs, class SharedMemory, class Res
 DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, const Tile& tile, int barrier,
                                        const Fragment<kTokens> (&sum)[kSlabs]) {
     constexpr int kMathThreads = kMathWarps * kWarp, kBlockI = 128;
-    const u32 thread = kManyRows ? not_in_advance(threadIdx.x) : threadIdx.x;
-    int lane = thread % kWarp, warp = thread / kWarp, group = out.splits.group_of(tile);
-    auto amax_at = [&](int from, int pair) { return shared.amax(from * (kTileTokens / 2) + pair); };
+    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = out.splits.group_of(tile);
+    auto amax_at = [&](int from, int pair) { return shared.amax(from * (kFewRowsTile / 2) + pair); };
     u32 value[kTokens / 8][kSlabs];
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
 #pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            if constexpr (kManyRows)  // sums of gate and up, whose two rows are those of two slabs
-                value[i][slab] = out.activation.of_pair(sum[0], sum[1], 2 * i + slab);
-            else
-                value[i][slab] = out.activation.of_pair(sum[slab], i);
-        }
+        for (int slab = 0; slab < kSlabs; ++slab) value[i][slab] = out.activation.of_pair(sum[slab], i);
         u32 amax = warp_amax(value[i]);
         if (lane < 4) store_shared(amax_at(warp, i * 4 + lane), amax);
     }
     named_barrier(barrier, kMathThreads);
-    const u32 first = shared.staging(fragment_column(thread));
+    const u32 first = shared.staging(fragment_column(threadIdx.x));
 #pragma unroll
     for (int i = 0; i < kTokens / 8; ++i) {
         u32 amax = block_amax<kMathWarps>([=](int from) { return amax_at(from, i * 4 + lane % 4); });
         float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
         float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
-        int token = i * 8 + fragment_column(thread);
+        int token = i * 8 + fragment_column(threadIdx.x);
 #pragma unroll
         for (int slab = 0; slab < kSlabs; ++slab) {
             u32 to = first + i * 8 * kBlockI + channel_of_slab<kSlabs>(slab, warp, lane);
@@ -82,7 +76,7 @@ DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, c
         }
     }
     named_barrier(barrier, kMathThreads);
-    for (int i = thread; i < tile.rows * (kBlockI / 16); i += kMathThreads) {
+    for (int i = threadIdx.x; i < tile.rows * (kBlockI / 16); i += kMathThreads) {
         int token = i / (kBlockI / 16), chunk = i % (kBlockI / 16);
         *reinterpret_cast<uint4*>(out.q + i64(tile.row + token) * out.intermediate + group * kBlockI + chunk * 16) =
             load_shared_16(shared.staging(token) + chunk * 16);
