@@ -61,8 +61,8 @@ class Settings(BaseModel):
     )
     jit: Literal["allow", "warn", "forbid"] = Field(
         "allow",
-        description="What to do if a kernel is in neither the bundle nor the cache. `allow`: compile it. `warn`: "
-        "compile it and log a warning. `forbid`: refuse to start.",
+        description="What to do if a kernel is neither in the bundle, nor in the cache, nor in the installed wheel. "
+        "`allow`: compile it. `warn`: compile it and log a warning. `forbid`: refuse to start.",
     )
     jit_debug: bool = Field(
         False,

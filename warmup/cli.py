@@ -127,11 +127,18 @@ def compile_kernels(options: Options, report: Report) -> bool:
         made = f"the cache also has kernels that other compilers made ({toolchain.listed(others)})"
         warn(report, f"{made}, which are not used: this machine's is {nvrtc_version()}")
     counts = ", ".join(f"{_count(report, state)} {state}" for state in (*GOOD, State.FAILED))
-    print(f"{len(plan)} kernels: {counts}, in {report.seconds:.1f} s; cache {as_text(cache.cache_dir())}")
+    print(f"{len(plan)} kernels: {counts}, in {report.seconds:.1f} s; {_where(report)}")
     good = all(kernel.state in GOOD for kernel in report.kernels)
     if good and options.bundle:
         _write_bundle(options, report, plan)
     return good
+
+
+def _where(report: Report) -> str:
+    """Returns where the kernels are that `compile_missing` reported: all in the wheel, or all in the cache."""
+    wheel = lookup.place(lookup.Origin.WHEEL).strip()
+    in_wheel = any(kernel.place == wheel for kernel in report.kernels)
+    return f"wheel {as_text(wheel)}" if in_wheel else f"cache {as_text(cache.cache_dir())}"
 
 
 def _write_bundle(options: Options, report: Report, plan: kernels.Plan) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8moe_plugin.jit.bundle import Bundle
 from fp8moe_plugin.launches.backends import choose_backend
+from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import Settings, settings
 
 # Other variables that affect the plugin or the warm-up, but no variable that holds a secret, such as HF_TOKEN.
@@ -82,6 +84,9 @@ class KernelBundle(Fact):
     kernels: int
     compiler: str
 
+    def __str__(self) -> str:
+        return f"{shown_text(self.path)}, {self.kernels} kernels compiled by {shown_text(self.compiler)}"
+
 
 class Diagnosis(Fact):
     """Fields are None where they could not be determined; the findings say why."""
@@ -95,8 +100,13 @@ class Diagnosis(Fact):
     launcher: str | None = None
     cache: KernelCache | None = None
     bundle: KernelBundle | None = None
+    wheel: KernelBundle | None = None  # the kernels that were installed with the plugin
     driver: Driver | None = None
     gpus: list[Gpu] = []
+
+
+def kernel_bundle(path: Path, bundle: Bundle) -> KernelBundle:
+    return KernelBundle(path=str(path), kernels=len(bundle.manifest.kernels), compiler=bundle.manifest.compiler)
 
 
 def variables() -> dict[str, str]:

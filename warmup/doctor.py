@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
-from fp8moe_plugin.jit import cache, sequence, toolchain
+from fp8moe_plugin.jit import cache, sequence, toolchain, wheel
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compiler_version, nvrtc_release, nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
@@ -17,7 +17,7 @@ from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.quoting import shell_word, shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
 from warmup import diagnosis, engines, kernels, needs
-from warmup.diagnosis import Diagnosis, Driver, Gpu, KernelBundle, KernelCache
+from warmup.diagnosis import Diagnosis, Driver, Gpu, KernelCache
 from warmup.model import check_split, read_checkpoint
 from warmup.options import Options
 from warmup.report import Finding, KernelReport, Report, State, installed
@@ -40,6 +40,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
         "launcher": _launcher,
         "cache": _cache,
         "bundle": _bundle,
+        "wheel": lambda facts: _wheel(facts, options.kernels),
         "GPU": _gpu,
     }
     for subject, look in looks.items():
@@ -194,10 +195,21 @@ def _bundle(facts: Diagnosis) -> Iterator[Finding]:
     if path is None:
         yield Finding(subject="bundle", found="none (FP8MOE_BUNDLE is not set)")
         return
-    manifest = read_bundle(path).manifest
-    facts.bundle = KernelBundle(path=str(path), kernels=len(manifest.kernels), compiler=manifest.compiler)
-    found = f"{shown_text(path)}, {len(manifest.kernels)} kernels compiled by {shown_text(manifest.compiler)}"
-    yield Finding(subject="bundle", found=found, ok=True)
+    facts.bundle = diagnosis.kernel_bundle(path, read_bundle(path))
+    yield Finding(subject="bundle", found=str(facts.bundle), ok=True)
+
+
+def _wheel(facts: Diagnosis, target: str) -> Iterator[Finding]:
+    try:
+        shipped = wheel.installed_kernels(target)
+    except CacheError as error:  # the kernels may be in the cache, or can be compiled
+        yield Finding(subject="wheel", found=str(error))
+        return
+    if shipped is None:
+        yield Finding(subject="wheel", found=f"no kernels for {target} were installed with the plugin")
+        return
+    facts.wheel = diagnosis.kernel_bundle(wheel.KERNELS, shipped)
+    yield Finding(subject="wheel", found=str(facts.wheel), ok=True)
 
 
 def _gpu(facts: Diagnosis) -> Iterator[Finding]:
@@ -211,7 +223,8 @@ def _gpu(facts: Diagnosis) -> Iterator[Finding]:
         served = f"backend {gpu.backend}" if gpu.served else f"refused by --quantization fp8moe: {gpu.refusal}"
         found = f"{what}{_driver(facts.driver)}; {served}"
         yield Finding(subject=f"GPU {gpu.ordinal}", found=found, ok=gpu.served)
-    compiler = facts.bundle.compiler if facts.bundle else facts.compiler
+    archive = facts.bundle or (None if facts.compiler else facts.wheel)
+    compiler = archive.compiler if archive else facts.compiler
     compiled = re.match(r"nvrtc (\d{1,3})\.", compiler or "")
     if compiler and compiled and int(compiled[1]) > int(facts.driver.cuda.partition(".")[0]):
         found = f"supports CUDA {facts.driver.cuda}, and refuses kernels compiled by {shown_text(compiler)}"

@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -25,6 +25,7 @@ from fp8moe_plugin.checkpoint.splits import place_rank_experts
 from fp8moe_plugin.errors import CacheError, CompileError, UnsupportedError
 from fp8moe_plugin.jit import bundle, cache, lookup
 from fp8moe_plugin.jit.compiler import compiler_version, entry_name
+from fp8moe_plugin.jit.wheel import complete_kernels, installed_kernels
 from fp8moe_plugin.launches.kernel_sets import all_kernels, model_kernels
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.quoting import shell_word, shown_text
@@ -38,6 +39,14 @@ Plan = dict[KernelKey, str]  # the kernels to compile, each with the reason
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PATIENCE_S = 180  # 60 times the time of the slowest kernel, and longer than any wait for another process's lock
 Outcome = dict[str, Any]  # fields of a KernelReport
+
+
+class Stored(NamedTuple):
+    """A kernel that is available."""
+
+    cubin: bytes
+    place: str  # the path of the bundle, cache or wheel's file that contains it
+    compiler: str
 
 
 def plan_of(model: Model | None, target: str = SM90, parallel: Parallel = ALONE) -> Plan:
@@ -54,11 +63,11 @@ def plan_of(model: Model | None, target: str = SM90, parallel: Parallel = ALONE)
 
 
 def look_up(plan: Plan) -> list[KernelReport]:
-    """Look up each kernel in the bundle and in the cache, like an engine."""
+    """Look up each kernel in the bundle, the cache and the wheel, like an engine."""
 
-    def find(key: KernelKey) -> tuple[bytes, str]:
-        found = lookup.find(key)
-        return found.cubin, lookup.place(found.origin).strip()
+    def find(key: KernelKey) -> Stored:
+        cubin, origin = lookup.find(key)
+        return Stored(cubin, lookup.place(origin).strip(), lookup.compiler_of(origin, key.target))
 
     return [_report(key, why, find) for key, why in plan.items()]
 
@@ -71,13 +80,22 @@ def remedy(options: Options, archive: Path | None) -> lookup.Remedy:
 
 def look_into(archive: Path, plan: Plan) -> list[KernelReport]:
     """Look up each kernel in a bundle. Raises `CacheError` if the file is not a bundle."""
-    kernels = bundle.read_bundle(archive)
-    place, compiler = shown_text(archive), kernels.manifest.compiler
-    return [_report(key, why, lambda key: (kernels.cubin(key), place), compiler) for key, why in plan.items()]
+    return _look_into(bundle.read_bundle(archive), shown_text(archive), plan)
+
+
+def _look_into(kernels: bundle.Bundle, place: str, plan: Plan) -> list[KernelReport]:
+    compiler = kernels.manifest.compiler
+
+    def find(key: KernelKey) -> Stored:
+        return Stored(kernels.cubin(key), place, compiler)
+
+    return [_report(key, why, find, compiler) for key, why in plan.items()]
 
 
 def compile_missing(plan: Plan) -> list[KernelReport]:
     """Compile the kernels that the cache lacks, on all cores. Finished kernels are kept even if others fail.
+
+    If the wheel has all of them, none is compiled.
 
     Progress goes to standard error: a bar on a terminal, otherwise a line per kernel.
 
@@ -86,6 +104,8 @@ def compile_missing(plan: Plan) -> list[KernelReport]:
         CompileError: the compiling processes hang.
         UnsupportedError: this machine cannot run compiling processes.
     """
+    if wheel := complete_kernels(plan):
+        return _look_into(wheel, lookup.place(lookup.Origin.WHEEL).strip(), plan)
     reports = {key: _in_cache(key, why) for key, why in plan.items()}
     missing = [key for key, report in reports.items() if report.state != State.PRESENT]
     if not missing:
@@ -193,25 +213,26 @@ def _outcome(future: Future[Outcome]) -> Outcome:
 
 
 def _in_cache(key: KernelKey, why: str) -> KernelReport:
-    return _report(key, why, lambda key: (_cached(key), shown_text(cache.cache_dir())))
+    compiler = compiler_version(key.target)
+    return _report(key, why, lambda key: Stored(_cached(key), shown_text(cache.cache_dir()), compiler))
 
 
-def _report(
-    key: KernelKey, why: str, find: Callable[[KernelKey], tuple[bytes, str]], compiler: str | None = None
-) -> KernelReport:
+def _report(key: KernelKey, why: str, find: Callable[[KernelKey], Stored], compiler: str | None = None) -> KernelReport:
     """Returns the state of a kernel.
 
     Args:
-        find: returns a cubin and its place, or raises `Missing`.
-        compiler: determines the name of the entry.
+        find: returns the kernel, or raises `Missing`.
+        compiler: determines the name of a missing entry.
     """
-    known = {"kernel": str(key), "why": why, "entry": entry_name(key, compiler or _compiler(key))}
+    known = {"kernel": str(key), "why": why}
     try:
-        cubin, place = find(key)
+        found = find(key)
     except cache.Missing as missing:
         state = State.DAMAGED if isinstance(missing, cache.Damaged) else State.MISSING
-        return KernelReport(**known, state=state, detail=str(missing))
-    return KernelReport(**known, state=State.PRESENT, place=place, **_content(cubin))
+        entry = entry_name(key, compiler or _compiler(key))
+        return KernelReport(**known, entry=entry, state=state, detail=str(missing))
+    entry = entry_name(key, found.compiler)
+    return KernelReport(**known, entry=entry, state=State.PRESENT, place=found.place, **_content(found.cubin))
 
 
 def _content(cubin: bytes) -> dict[str, Any]:
@@ -223,14 +244,19 @@ def _cached(key: KernelKey) -> bytes:
 
 
 def _compiler(key: KernelKey) -> str:
-    """Returns the installed compiler, else that of the bundle in use. Raises `CompileError`, `CacheError`."""
+    """Returns the installed compiler, else that of the bundle in use or of the wheel.
+
+    Raises:
+        CompileError, CacheError: there is none of them, or the file cannot be read.
+    """
     try:
         return compiler_version(key.target)
     except CompileError:
         archive = lookup.bundle_path()
-        if archive is None:
+        kernels = bundle.read_bundle(archive) if archive else installed_kernels(key.target)
+        if kernels is None:
             raise
-        return bundle.read_bundle(archive).manifest.compiler
+        return kernels.manifest.compiler
 
 
 def _line(report: KernelReport) -> str:
@@ -239,13 +265,15 @@ def _line(report: KernelReport) -> str:
 
 
 def write_bundle(path: Path, plan: Plan) -> bytes:
-    """Write kernels from the cache to a bundle. Returns its bytes.
+    """Write kernels from the wheel to a bundle if it has all of them, otherwise from the cache. Returns its bytes.
 
     Raises:
         CacheError: a kernel was removed from the cache, or the bundle cannot be written.
     """
+    wheel = complete_kernels(plan)
+    find, compiler = (wheel.cubin, wheel.manifest.compiler) if wheel else (_cached, None)
     try:
-        return bundle.write_bundle(path, {key: _cached(key) for key in plan})
+        return bundle.write_bundle(path, {key: find(key) for key in plan}, compiler)
     except cache.Missing as missing:
         raise CacheError(
             f"A kernel was removed from the cache in the meantime: {missing}. Run the command again."

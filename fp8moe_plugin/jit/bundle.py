@@ -32,8 +32,8 @@ from fp8moe_plugin.quoting import shown, shown_text
 MANIFEST = "manifest.json"
 REMEDY = "create it again with fp8moe-warmup bundle"
 ARCHS = (SM90, *TARGETS)
-MAX_BYTES = 1 << 26  # a bundle of all existing kernels is smaller than a megabyte
-MAX_KERNELS = 4096  # about a hundred times the number of existing kernels
+MAX_BYTES = 1 << 26  # about seven times a bundle of all existing kernels
+MAX_KERNELS = 4096  # about thirty times the number of existing kernels
 MANIFEST_LIMITS = Limits(size=512 * MAX_KERNELS, containers=MAX_KERNELS + 2, values=4 * MAX_KERNELS + 4)
 
 
@@ -95,20 +95,22 @@ class Bundle:
         return any(entry.kernel == str(key) for entry in self._entries.values())
 
 
-def read_bundle(path: Path) -> Bundle:
+def read_bundle(path: Path, remedy: str = REMEDY) -> Bundle:
     """Read a bundle; its cubins are checked when they are used. A process reads each path once, even if that fails.
 
+    Args:
+        remedy: what to do if it is damaged, for the message.
     Raises:
         CacheError: there is no such file, it is not a bundle, or it is one for other GPUs.
     """
-    bundle = _read_once(path)
+    bundle = _read_once(path, remedy)
     if isinstance(bundle, str):
         raise CacheError(bundle)
     return bundle
 
 
 @functools.cache
-def _read_once(path: Path) -> Bundle | str:
+def _read_once(path: Path, remedy: str) -> Bundle | str:
     """Returns a bundle, or the reason why the file cannot be used."""
     try:
         content = read_regular(path, MAX_BYTES)
@@ -119,21 +121,23 @@ def _read_once(path: Path) -> Bundle | str:
         files = _members(content)
         manifest = _manifest(files.pop(MANIFEST))
         if manifest.arch not in ARCHS:
-            return f"{shown_text(path)} contains kernels for {shown(manifest.arch)}, which are not served: {REMEDY}"
+            return f"{shown_text(path)} contains kernels for {shown(manifest.arch)}, which are not served: {remedy}"
         return Bundle(path, manifest, files)
     except CacheError as error:
         return str(error)
     except (tarfile.TarError, KeyError, ValueError):
-        return f"{shown_text(path)} is not a bundle, or it is damaged: {REMEDY}"
+        return f"{shown_text(path)} is not a bundle, or it is damaged: {remedy}"
 
 
-def write_bundle(path: Path, kernels: dict[KernelKey, bytes]) -> bytes:
-    """Atomically write a bundle of cubins that this machine compiled, all for one target. Returns its bytes.
+def write_bundle(path: Path, kernels: dict[KernelKey, bytes], compiler: str | None = None) -> bytes:
+    """Atomically write a bundle of cubins, all for one target and by one compiler. Returns its bytes.
 
+    Args:
+        compiler: the compiler that made them, by default this machine's.
     Raises:
         CacheError: the path exists and is not a regular file, or it cannot be written.
     """
-    content = _archive(kernels)
+    content = _archive(kernels, compiler)
     try:
         _require_replaceable(path)
         write_file(path, content, 0o644, least=0o644)  # another user may serve
@@ -173,9 +177,9 @@ def _manifest(text: bytes) -> Manifest:
     return Manifest.model_validate(content)
 
 
-def _archive(kernels: dict[KernelKey, bytes]) -> bytes:
+def _archive(kernels: dict[KernelKey, bytes], compiler: str | None) -> bytes:
     (target,) = {key.target for key in kernels} or {SM90}
-    compiler = compiler_version(target)
+    compiler = compiler or compiler_version(target)
     files = {entry_name(key, compiler): (key, cubin) for key, cubin in kernels.items()}
     entries = [
         Entry(name=name, kernel=str(key), sha256=hashlib.sha256(cubin).hexdigest(), bytes=len(cubin))

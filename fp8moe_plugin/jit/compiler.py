@@ -103,7 +103,7 @@ def nvrtc_release() -> tuple[int, int]:
         reason = shown_text(str(error).partition("\n")[0])  # further lines list the content of its folders
         raise CompileError(
             f"NVRTC cannot be loaded ({reason}). Install the package {nvrtc_package()} for this Python. "
-            "Only serving from a bundle, FP8MOE_BUNDLE, works without it."
+            "Only serving with the kernels of a wheel or a bundle, FP8MOE_BUNDLE, works without it."
         ) from error
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompileError(

@@ -1,4 +1,4 @@
-"""Lookup of a kernel's cubin in the bundle and the cache; a kernel that is in neither is compiled."""
+"""Lookup of a kernel's cubin in the bundle, the cache and the wheel; a kernel that is in none of them is compiled."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8moe_plugin.errors import CacheError, CompileError, KernelNotPrecompiled
-from fp8moe_plugin.jit import cache
+from fp8moe_plugin.jit import cache, wheel
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compile_kernel, compiler_version, entry_name
 from fp8moe_plugin.jit.dump import dump
@@ -30,6 +30,7 @@ compile_times: list[float] = []  # seconds for each kernel that this process has
 class Origin(StrEnum):
     BUNDLE = "bundle"
     CACHE = "cache"
+    WHEEL = "wheel"
     COMPILER = "compiler"
 
 
@@ -94,10 +95,10 @@ def find_or_compile(key: KernelKey, warmup: str = WARMUP) -> Found:
 
 
 def find(key: KernelKey) -> Found:
-    """Returns the cubin of a kernel from the bundle or the cache.
+    """Returns the cubin of a kernel from the bundle, the cache or the wheel.
 
     Raises:
-        Missing: it is in neither; the message gives the reason for each.
+        Missing: it is in none of them; the message gives the reason for each.
     """
     bundle, reasons = bundle_path(), []
     if bundle:
@@ -109,9 +110,20 @@ def find(key: KernelKey) -> Found:
     try:
         return Found(cache.read(entry_name(key, compiler_version(key.target)), key.target), Origin.CACHE)
     except CompileError as error:  # names in the cache include the compiler's version
-        raise cache.Missing("; ".join([*reasons, f"the cache cannot be searched: {error}"])) from error
+        missing = cache.Missing(f"the cache cannot be searched: {error}")
     except cache.Missing as error:
-        raise type(error)("; ".join([*reasons, str(error)])) from None
+        missing = error
+    reasons.append(str(missing))
+    try:
+        if installed := wheel.installed_kernels(key.target):
+            cubin = installed.cubin(key)
+            if isinstance(missing, cache.Damaged):
+                log_once(logging.WARNING, f"{missing}; the wheel's kernel is used")
+            return Found(cubin, Origin.WHEEL)
+    except (CacheError, cache.Missing) as error:
+        reasons.append(str(error))
+        wheel.log_incomplete(error)
+    raise type(missing)("; ".join(reasons)) from missing
 
 
 def compile_into_cache(key: KernelKey) -> Made:
@@ -146,6 +158,8 @@ def place(origin: Origin) -> str:
             return f" {shown_text(bundle_path())}"
         case Origin.CACHE:
             return f" {shown_text(cache.cache_dir())}"
+        case Origin.WHEEL:
+            return f" {shown_text(wheel.KERNELS)}"
         case Origin.COMPILER:
             return ""
 
@@ -153,6 +167,8 @@ def place(origin: Origin) -> str:
 def compiler_of(origin: Origin, target: str) -> str:
     """Returns the compiler of the kernels of this origin, see `compiler_version`."""
     bundle = bundle_path()
+    if origin == Origin.WHEEL and (installed := wheel.installed_kernels(target)):
+        return installed.manifest.compiler
     return read_bundle(bundle).manifest.compiler if bundle and origin == Origin.BUNDLE else compiler_version(target)
 
 

@@ -40,7 +40,8 @@ LAYERS = Gauge(
     registry=REGISTRY,
     multiprocess_mode="sum",
 )
-for _source in (Origin.BUNDLE, Origin.CACHE):
+STORES = [origin for origin in Origin if origin != Origin.COMPILER]
+for _source in STORES:
     HITS.labels(_source.value)  # exports 0 before the first hit
 
 _exported = LoadCounts()  # the values of the counters; `seconds` counts compilation only
@@ -56,7 +57,7 @@ def count_layer(name: str, backend: str, layout: str) -> None:
 
 def update(kernels: LoadCounts) -> None:
     """Set the counters to the number of kernels that this process has loaded so far, and export them to the server."""
-    for source in (Origin.BUNDLE, Origin.CACHE):
+    for source in STORES:
         HITS.labels(source.value).inc(kernels.origins[source] - _exported.origins[source])
     MISSES.inc(kernels.origins[Origin.COMPILER] - _exported.origins[Origin.COMPILER])
     SECONDS.inc(sum(compile_times) - _exported.seconds)

@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cuda.bindings import nvrtc
+from cuda.pathfinder import DynamicLibNotFoundError
 
 from fp8moe_plugin.jit import bundle, compiler
+from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.settings import settings
 
@@ -19,6 +22,19 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(compiler, "_csrc_text", lambda name: {"tiny.cu": SOURCE}[name])
     yield tmp_path / "cache"
     forget()
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From now on libnvrtc cannot be loaded."""
+
+    def fail() -> None:
+        raise DynamicLibNotFoundError('Failure finding "libnvrtc.so.13": \x1b[31m')
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", fail)
+    nvrtc_version.cache_clear()
+    yield
+    nvrtc_version.cache_clear()
 
 
 def set_variables(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:

@@ -3,12 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cuda.bindings import nvrtc
-from cuda.pathfinder import DynamicLibNotFoundError
 
 from fp8moe_plugin.errors import CompileError, KernelNotPrecompiled
 from fp8moe_plugin.jit import bundle, compiler
@@ -48,19 +45,6 @@ def path(kernels: Path, tmp_path: Path) -> Path:
     """A bundle of one kernel."""
     bundle.write_bundle(tmp_path / "b.tar", {KEY: compile_kernel(KEY).cubin})
     return tmp_path / "b.tar"
-
-
-@pytest.fixture
-def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """From now on libnvrtc cannot be loaded."""
-
-    def fail() -> None:
-        raise DynamicLibNotFoundError('Failure finding "libnvrtc.so.13": \x1b[31m')
-
-    monkeypatch.setattr(nvrtc, "nvrtcVersion", fail)
-    nvrtc_version.cache_clear()
-    yield
-    nvrtc_version.cache_clear()
 
 
 @pytest.mark.usefixtures("hidden")

@@ -47,6 +47,7 @@ print(prometheus_client.generate_latest(get_prometheus_registry()).decode())
 EXPECTED = {
     'fp8moe_kernel_hits_total{source="bundle"}': 6,
     'fp8moe_kernel_hits_total{source="cache"}': 2,
+    'fp8moe_kernel_hits_total{source="wheel"}': 3,
     "fp8moe_kernel_misses_total": 1,
     "fp8moe_compile_seconds_total": 0.5,
     'fp8moe_layers{backend="sm90",layout="contiguous"}': 3,
@@ -55,7 +56,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("servers", ["one", "several"])
 def test_workers_are_added_up(servers: str) -> None:
-    workers = ['["a", "b", "a"]', '{"bundle": 2}', '["a"]', '{"cache": 2, "compiler": 1}']
+    workers = ['["a", "b", "a"]', '{"bundle": 2}', '["a"]', '{"cache": 2, "wheel": 3, "compiler": 1}']
     command = [sys.executable, "-c", SERVER, WORKER, *workers, servers]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, env=clean_environment()).stdout
     lines = [line.rsplit(" ", 1) for line in shown.splitlines() if line.startswith("fp8moe_")]
