@@ -7,6 +7,7 @@
 # under older SGLangs, each in an environment of its own in .versions; on the CPU. `make newest`: the same under the
 # newest releases there are. `make sglang`: all tests of the newest SGLang that is served, in such an environment.
 # `make nvrtc`: compile every kernel with the NVRTCs of CUDA 12, in environments without torch (two minutes).
+# `make wheel`: a wheel with all CUDA kernels in it, in dist/ (four minutes, once).
 # `make docs`: the documents and the API reference as a static site, in site/.
 # `make lint`: ruff, mypy, clang-format, and which package may import which. `make help`: this text.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
@@ -35,7 +36,7 @@ python_sglang := .versions/$(subst ==,-,$(sglang))/bin/python
 # Without a target, make prints the text above.
 .DEFAULT_GOAL := help
 
-.PHONY: help serve serve-vllm serve-sglang test faults versions sglang nvrtc newest lint docs
+.PHONY: help serve serve-vllm serve-sglang test faults versions sglang nvrtc wheel newest lint docs
 .DELETE_ON_ERROR:
 
 help:
@@ -63,6 +64,9 @@ sglang: $(installed)
 
 nvrtc: $(installed)
 	$(BIN)/python .ci/nvrtc.py 12.8.93 12.9.86
+
+wheel: $(installed)
+	$(BIN)/python .ci/build_wheel.py dist
 
 newest: $(installed)
 	$(BIN)/python .ci/versions.py vllm sglang

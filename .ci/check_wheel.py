@@ -1,6 +1,7 @@
-"""Check that the wheel works without torch and vLLM: it registers, and warms up; and with torch: its ops are imported.
+"""Check the wheel that `make wheel` builds, in a new environment.
 
-Runs with the Python of an environment that has uv and torch; installs the wheel into a new environment.
+Without torch and vLLM, it registers, and NVRTC compiles a kernel. Without NVRTC, too, it has every kernel of every
+model. With torch, its ops are imported. Runs with the Python of an environment that has uv and torch.
 """
 
 import os
@@ -12,6 +13,8 @@ import tempfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
+
+from build_wheel import PACKAGE, build
 
 ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
@@ -42,36 +45,75 @@ import torch
 import fp8moe_plugin.ops
 assert not torch.cuda.is_initialized(), "importing the ops initializes CUDA"
 """
+COMPILE = """
+from fp8moe_plugin.jit import lookup
+from fp8moe_plugin.jit.compiler import nvrtc_version
+from fp8moe_plugin.plan.keys import KernelKey
+
+made = lookup.compile_into_cache(KernelKey("combine"))
+assert made.compiled and not made.faults, made
+assert lookup.find(KernelKey("combine")).origin == "cache"
+print(f"{nvrtc_version()} compiles")
+"""
+# Under FP8MOE_JIT=forbid. The arguments are the folders of models.
+SERVE = """
+import sys
+
+from fp8moe_plugin.errors import CompileError
+from fp8moe_plugin.jit.compiler import nvrtc_version
+from fp8moe_plugin.jit.lookup import find_or_compile
+from fp8moe_plugin.launches.kernel_sets import all_kernels
+from warmup.__main__ import main
+
+try:
+    sys.exit(f"the environment has {nvrtc_version()}: this check says nothing")
+except CompileError:
+    pass
+assert {find_or_compile(key).origin for key in all_kernels()} == {"wheel"}
+for model in sys.argv[1:]:
+    assert main(["verify", "--model", model]) == 0, model
+"""
 COMMANDS = (
-    "--bundle kernels.tar",
     "list",
-    "explain --model MODEL --tp 8",
-    "verify --bundle kernels.tar",
-    "doctor",
+    "explain --model DeepSeek-V3 --tp 8",
+    "compile",
+    "bundle --model DeepSeek-V3 --bundle kernels.tar",
+    "verify --model DeepSeek-V3 --bundle kernels.tar",
+    "doctor --model DeepSeek-V3 --tp 8",
     "--print-completion bash",
 )
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        run([*UV, "build", "--quiet", "--wheel", "--out-dir", scratch, str(ROOT)])
-        (wheel,) = Path(scratch).glob("*.whl")
+        wheel = build(Path(scratch))
         check_sources(wheel)
         python = Path(scratch, "env", "bin", "python")
         run([*UV, "venv", "--quiet", "--python", sys.executable, str(python.parents[1])])
         install = [*UV, "pip", "install", "--quiet", "--python", str(python), *find_links()]
         run([*install, str(wheel)])
-        run([str(python), "-I", "-c", REGISTER], cwd=scratch)
-        model = Path(scratch, "MODEL", "config.json")
-        model.parent.mkdir()
-        shutil.copy(ROOT / "tests/checkpoint/configs/DeepSeek-V3.json", model)
+        for check in (REGISTER, COMPILE):
+            run([str(python), "-I", "-c", check], cwd=scratch, HOME=f"{scratch}/home")
+        run([*UV, "pip", "uninstall", "--quiet", "--python", str(python), PACKAGE])
+        empty = {"PATH": "", "HOME": scratch, "FP8MOE_JIT": "forbid"}
+        run([str(python), "-I", "-c", SERVE, *copied_models(scratch)], cwd=scratch, **empty)
         warmup = str(python.with_name("fp8moe-warmup"))
         for command in COMMANDS:
-            run([warmup, *command.split()], cwd=scratch, PATH="", HOME=scratch)
-        check_refusal([warmup, "bench", "--model", "MODEL"], scratch)
+            run([warmup, *command.split()], cwd=scratch, **empty)
+        check_refusal([warmup, "bench", "--model", "DeepSeek-V3"], scratch)
         run([*install, f"torch=={metadata.version('torch')}"])  # the build that is already downloaded
         run([str(python), "-I", "-c", IMPORT], cwd=scratch)
         print(f"{wheel.name} is good")
+
+
+def copied_models(scratch: str) -> list[str]:
+    """Returns the names of folders in `scratch`, each with the config.json of a model."""
+    configs = sorted((ROOT / "tests/checkpoint/configs").glob("*.json"))
+    for config in configs:
+        folder = Path(scratch, config.stem)
+        folder.mkdir()
+        shutil.copy(config, folder / "config.json")
+    return [config.stem for config in configs]
 
 
 def check_refusal(command: list[str], cwd: str) -> None:
@@ -84,7 +126,7 @@ def check_sources(wheel: Path) -> None:
     sources = (ROOT / "fp8moe_plugin/csrc").rglob("*.cu*")
     wanted = {str(path.relative_to(ROOT)) for path in sources}
     extensions = {f"fp8moe_plugin/{name}.abi3.so" for name in ("jit/_sequence", "ops/_signature")}
-    wanted |= {"fp8moe_plugin/py.typed"} | extensions
+    wanted |= {"fp8moe_plugin/py.typed", "fp8moe_plugin/kernels.tar"} | extensions
     files = set(zipfile.ZipFile(wheel).namelist())
     if missing := wanted - files:
         sys.exit(f"{wheel.name} lacks {sorted(missing)}")
