@@ -6,6 +6,7 @@ import torch
 
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
+from fp8moe_plugin.ops.fp4_blocks import Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import Steps, steps_of, write_down, write_half
 from tests.helpers import Layer
 
@@ -45,7 +46,7 @@ class Experts(NamedTuple):
         return Layer(*map(torch.stack, zip(*w13, strict=True)), *map(torch.stack, zip(*w2, strict=True)))
 
     def packed(self) -> Layer:
-        steps = [[steps_of(*projection) for projection in expert] for expert in self.projections]
+        steps = [[steps_of(Fp4Blocks.of(*projection)) for projection in expert] for expert in self.projections]
         gates = [half for expert in steps for half in expert[:2]]
         w13 = _empty(len(steps), gates, 2, 2 * max(half.extra for half in gates))
         w2 = _empty(len(steps), downs := [expert[2] for expert in steps], 1, max(down.extra for down in downs))

@@ -22,6 +22,7 @@ from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
+from fp8moe_plugin.ops.fp4_blocks import Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import steps_of, write_down, write_half
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.plan.spec import LayerSpec
@@ -74,8 +75,8 @@ def packed(weights: ExpertWeights) -> ExpertWeights:
     for e in range(len(w2[0])):
         halves = zip(*(tensor[e].chunk(2) for tensor in weights.w13), strict=True)
         for half, (codes, exponents) in enumerate(halves):
-            write_half(w13[0][e], w13[1][e], half, steps_of(codes, exponents))
-        write_down(w2[0][e], w2[1][e], steps_of(weights.w2[0][e], weights.w2[1][e]))
+            write_half(w13[0][e], w13[1][e], half, steps_of(Fp4Blocks.of(codes, exponents)))
+        write_down(w2[0][e], w2[1][e], steps_of(Fp4Blocks.of(weights.w2[0][e], weights.w2[1][e])))
     return ExpertWeights(w13, w2)
 
 

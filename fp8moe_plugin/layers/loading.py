@@ -9,6 +9,7 @@ import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.parameters import role_of, stored_format, stored_tensor_format
@@ -44,7 +45,8 @@ def per_row(parameter: torch.Tensor, tensor: torch.Tensor, rows: int) -> torch.T
 def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
     """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages.
 
-    Values of weights are not checked here; `check_loaded` checks the whole parameter.
+    Values of weights are not checked here; `check_loaded` checks the whole parameter. Those of MXFP4's exponents are
+    checked with their codes, on the device (`check_exponents` in recode.py).
     """
     weights, role = stored_format(parameter), role_of(parameter)
     wanted = [torch_dtype(name) for name in weights.tensor(role).accepted]
@@ -60,7 +62,7 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
             f"{what} has shape {list(tensor.shape)}, but must be a matrix: either a weight, or one scale for each "
             f"of its {weights.scales.part}s. Use a {weights.name} checkpoint."
         )
-    if role is Role.SCALES and not (tensor.is_meta or parameter.is_meta):
+    if role is Role.SCALES and weights is not MXFP4 and not (tensor.is_meta or parameter.is_meta):
         check_scale_values(f"the scales {what}", as_kept(parameter, tensor))
 
 

@@ -16,7 +16,9 @@ from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.ops.mxfp4 import SPAN, Steps, further_steps, steps_of, widened, write_down, write_half
+from fp8moe_plugin.layers.recode import check_exponents
+from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
+from fp8moe_plugin.ops.mxfp4 import Steps, further_steps, steps_of, widened, write_down, write_half
 
 logger = logging.getLogger("fp8moe")
 
@@ -30,17 +32,28 @@ class Share(NamedTuple):
 
 
 def part_of_rank(role: Role, tensor: torch.Tensor, down: bool, share: Share) -> torch.Tensor:
-    """Returns a rank's part of a projection's codes or exponents, as bytes, zero-padded to whole scale blocks.
+    """Returns a rank's part of a projection's codes or exponents, as bytes. The last ranks may have less or nothing.
 
     Args:
         down: the intermediate channels are columns.
     """
-    dim, unit = (1, MXFP4.tensor(role).block[1]) if down else (0, 1)
-    part, width = local_intermediate(share.intermediate, share.ranks) // unit, tensor.shape[dim]
+    dim, part = _part(role, down, share)
+    width = tensor.shape[dim]
     start, end = (min(at * part, width) for at in (share.rank, share.rank + 1))
-    here = tensor.view(torch.uint8).narrow(dim, start, end - start)
-    missing = part - (end - start)
-    return torch.nn.functional.pad(here, (0, missing) if down else (0, 0, 0, missing)) if missing else here
+    return tensor.view(torch.uint8).narrow(dim, start, end - start)
+
+
+def _padded(role: Role, tensor: torch.Tensor, down: bool, share: Share) -> torch.Tensor:
+    """Returns what `part_of_rank` does, zero-padded to whole scale blocks."""
+    dim, part = _part(role, down, share)
+    missing = part - tensor.shape[dim]
+    return torch.nn.functional.pad(tensor, (0, missing) if down else (0, 0, 0, missing)) if missing else tensor
+
+
+def _part(role: Role, down: bool, share: Share) -> tuple[int, int]:
+    """Returns the dimension of the intermediate channels and the size of a rank's part."""
+    dim, unit = (1, MXFP4.tensor(role).block[1]) if down else (0, 1)
+    return dim, local_intermediate(share.intermediate, share.ranks) // unit
 
 
 def pack(
@@ -60,17 +73,18 @@ def pack(
         name: the projection's, for messages.
         slots: those of the parameters' experts that hold it.
         shard_id: "w1" (gate), "w2" (down) or "w3" (up).
-        both: its codes and exponents, on all ranks.
+        both: the rank's part of its codes and exponents, on the parameters' device.
         running: whether CUDA graphs may have the addresses of the parameters, so they cannot grow.
         balanced: whether ranks exchange experts.
     Raises:
-        CheckpointError: a running layer has no room for its steps.
+        CheckpointError: an exponent is NaN or too large, or a running layer has no room for its steps.
         UnsupportedError: it has further steps, and ranks exchange experts.
     """
     weight, scales = parameters
     down, halves = (True, 1) if shard_id == "w2" else (False, 2)
-    parts = zip((Role.WEIGHT, Role.SCALES), both, strict=True)
-    steps = steps_of(*(part_of_rank(role, tensor.to(weight.device), down, share) for role, tensor in parts))
+    blocks = Fp4Blocks.of(*(_padded(role, half, down, share) for role, half in zip(Role, both, strict=True)))
+    check_exponents(name, both[1], blocks)
+    steps = steps_of(blocks)
     further = steps.extra * halves
     if further and balanced:
         raise UnsupportedError(

@@ -6,6 +6,7 @@ whose codes are all zero have no exponent.
 """
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,13 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, ceil_div
+from fp8moe_plugin.layers.weights import LARGEST_SCALE, check_scale_values
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.mxfp4 import CODES, E2M1, EXPONENTS, LARGEST_EXPONENT, MAGNITUDES, SPAN, blocks, power_of_two
+from fp8moe_plugin.ops.fp4_blocks import E2M1, EXPONENTS, LARGEST_EXPONENT, SPAN, Fp4Blocks, bases
 from fp8moe_plugin.settings import NAME
+
+HIGHEST_EXPONENT = int(math.log2(LARGEST_SCALE)) + 127
+HALVES_ON_DEVICE = 3  # an expert has three projections
 
 
 def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,29 +33,38 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     Args:
         name: the weight's name, for messages.
         codes: uint8 `[N, K/2]`.
-        exponents: float8_e8m0fnu `[N, K/32]`, none of them NaN.
+        exponents: float8_e8m0fnu `[N, K/32]`.
     Returns:
         e4m3 `[N, K]` and float32 scales `[ceil(N/128), ceil(K/128)]`, whose product is exactly the weight.
     Raises:
+        CheckpointError: an exponent is NaN or too large.
         UnsupportedError: the exponents of a block differ by more than `SPAN`.
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
-    packed = blocks(codes, CODES).transpose(1, 2)
-    exponent = blocks(exponents.view(torch.uint8), EXPONENTS).transpose(1, 2).to(torch.int32)
-    nonzero = (packed.unflatten(-1, (EXPONENTS, -1)) & MAGNITUDES != 0).any(-1)
-    largest = torch.where(nonzero, exponent, 0).amax((1, 3))
-    below = torch.where(nonzero, largest[:, None, :, None] - exponent, 0)
-    spans = below.amax((1, 3))
-    if (span := int(spans.max())) > SPAN:
+    blocks = Fp4Blocks.of(codes, exponents)
+    check_exponents(name, exponents, blocks)
+    if blocks.span > SPAN:
+        spans = blocks.below.amax((1, 3))
         raise UnsupportedError(
             f"{name}: in {int((spans > SPAN).sum())} of {spans.numel()} {GROUP}x{GROUP} blocks the exponents differ by "
-            f"more than {SPAN}, by up to {span}, so that block FP8 does not represent them exactly. On a Hopper "
+            f"more than {SPAN}, by up to {blocks.span}, so that block FP8 does not represent them exactly. On a Hopper "
             "GPU, set FP8MOE_FP4_EXPERTS=mxfp4. Otherwise, remove --quantization to let the engine choose the "
             "method: it computes MXFP4 as it is."
         )
-    pairs = _pairs(codes.device)[below.repeat_interleave(CODES // EXPONENTS, -1), packed.long()]
-    q = pairs.flatten(2).flatten(0, 1).view(FP8)[:n, :k].contiguous()
-    return q, power_of_two(largest - LARGEST_EXPONENT)
+    # int32, which index_select takes as it is
+    index = torch.add(blocks.codes.unflatten(-1, (EXPONENTS, -1)), blocks.below[..., None], alpha=256)
+    q = _pairs(codes.device).index_select(0, index.flatten()).view(FP8).view(GROUP * len(index), -1)
+    return q[:n, :k].contiguous(), bases(blocks.largest)
+
+
+def check_exponents(name: str, exponents: torch.Tensor, blocks: Fp4Blocks) -> None:
+    """Raise `CheckpointError` if an exponent of a weight is NaN or too large, also of codes that are all zero.
+
+    Args:
+        name: the weight's name, for messages.
+    """
+    if blocks.highest > HIGHEST_EXPONENT:
+        check_scale_values(f"the scales of {name}", exponents.view(torch.float8_e8m0fnu))
 
 
 def check_memory(experts: Experts, local: Experts, memory: int) -> None:
@@ -75,14 +89,13 @@ def check_memory(experts: Experts, local: Experts, memory: int) -> None:
 
 @functools.cache
 def _pairs(device: torch.device) -> torch.Tensor:
-    """Returns int16 `[SPAN + 1, 256]`: two e4m3 values of two codes, by how far their exponent is below the largest."""
+    """Returns int16 `[(SPAN + 1) * 256]`: two e4m3 values, by how far their exponent is below the largest and codes."""
     positive = torch.tensor(E2M1)
     values = torch.cat([positive, -positive]) * torch.exp2(LARGEST_EXPONENT - torch.arange(SPAN + 1.0))[:, None]
     e4m3 = values.to(FP8).view(torch.uint8)
     byte = torch.arange(256)
     both = torch.stack([e4m3[:, byte % 16], e4m3[:, byte // 16]], -1)
-    pairs: torch.Tensor = both.view(torch.int16).squeeze(-1)
-    return pairs.to(device)
+    return both.view(torch.int16).flatten().to(device)
 
 
 @dataclass
@@ -113,13 +126,20 @@ class Halves:
                 f"{len(alone) - 1} more projections). A load must bring both exactly once."
             )
 
-    def add(self, projection: str, role: Role, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns codes and exponents once both have arrived; else keeps a copy, as the tensor may be overwritten."""
+    def add(
+        self, projection: str, role: Role, tensor: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns codes and exponents on a device once both have arrived.
+
+        Until then a copy is kept, as the tensor may be overwritten: on the device, unless as many wait there as an
+        expert has, because a checkpoint may have all codes of a model before all exponents.
+        """
         before = self.waiting.pop(projection, None)
         if before is None or before[0] is role:
-            self.waiting[projection] = role, tensor.clone()
+            crowded = len(self.waiting) >= HALVES_ON_DEVICE
+            self.waiting[projection] = role, tensor.to("cpu" if crowded else device, copy=True)
             return None
-        both = {role: tensor, before[0]: before[1]}
+        both = {role: tensor.to(device), before[0]: before[1].to(device)}
         return both[Role.WEIGHT], both[Role.SCALES]
 
 

@@ -26,21 +26,27 @@ from typing import NamedTuple
 import torch
 
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, CODE_BYTES, MXFP4
+from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, CODE_BYTES
+from fp8moe_plugin.ops.fp4_blocks import (
+    CODES,
+    E2M1,
+    EXPONENTS,
+    LARGEST_EXPONENT,
+    MAGNITUDES,
+    SPAN,
+    Fp4Blocks,
+    bases,
+)
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
-LARGEST_EXPONENT, SPAN = 6, 14
 LARGEST_Q = SPAN
-CODES, EXPONENTS = GROUP // MXFP4.weight.block[1], GROUP // MXFP4.scales.block[1]  # bytes of a row of a block
-MAGNITUDES = 0x77  # bits of two codes without their signs
-UNUSED_BASE, UNUSED_K_BLOCK = 1.0, 0.0  # of steps that hold zeros
+UNUSED_BELOW, UNUSED_BASE, UNUSED_K_BLOCK = LARGEST_Q, 1.0, 0.0  # of steps that hold zeros
 
 
 class Steps(NamedTuple):
     """The steps of a matrix of weights, regular ones first."""
 
     codes: torch.Tensor  # uint8 [row blocks, steps, 128, 64], two codes per byte as in the checkpoint
-    q: torch.Tensor  # uint8 [row blocks, steps, 128, 4]
+    below: torch.Tensor  # int32 [row blocks, steps, 128, 4]: `LARGEST_Q` - q
     base: torch.Tensor  # float32 [row blocks, steps]
     k_block: torch.Tensor  # float32 [row blocks, further steps]
 
@@ -49,39 +55,21 @@ class Steps(NamedTuple):
         return self.k_block.shape[1]
 
 
-def power_of_two(biased: torch.Tensor) -> torch.Tensor:
-    """Returns float32 2^(biased - 127), exact also below the smallest normal number."""
-    bits = torch.where(biased > 0, biased << 23, 1 << (22 + biased.clamp(max=0)))
-    return bits.to(torch.int32).view(torch.float32)
-
-
-def blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns bytes `[rows, columns]` as `[blocks, blocks, 128, width]`, zero-padded."""
-    rows, columns = tensor.shape
-    if rows % GROUP or columns % width:
-        tensor = torch.nn.functional.pad(tensor, (0, -columns % width, 0, -rows % GROUP))
-    return tensor.reshape(-1, GROUP, tensor.shape[1] // width, width).transpose(1, 2)
-
-
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 
-def steps_of(codes: torch.Tensor, exponents: torch.Tensor) -> Steps:
-    """Divides a weight into steps.
-
-    Args:
-        codes: uint8 `[N, K/2]`.
-        exponents: uint8 `[N, K/32]`, the bits of E8M0, none of them NaN.
-    """
-    packed, exponent = blocks(codes, CODES), blocks(exponents.view(torch.uint8), EXPONENTS).int()
-    nonzero = (packed.unflatten(-1, (EXPONENTS, -1)) & MAGNITUDES != 0).any(-1)
+def steps_of(blocks: Fp4Blocks) -> Steps:
+    """Divides a weight into steps."""
+    packed, exponent, nonzero, below = (
+        tensor.transpose(1, 2) for tensor in (blocks.codes, blocks.exponent, blocks.nonzero, blocks.below)
+    )
     rows, k_blocks = packed.shape[:2]
-    left = torch.ones_like(nonzero)
-    first = _step(packed, exponent, nonzero, left)
+    if blocks.span <= SPAN:
+        base = bases(blocks.largest)
+        return Steps(packed, below, base, base.new_empty(rows, 0))
+    first = _step(packed, exponent, nonzero, torch.ones_like(nonzero))
     left = ~first.taken
-    if not left.any():
-        return Steps(first.codes, first.q, first.base, first.base.new_empty(rows, 0))
-    used, further = torch.zeros(rows, dtype=torch.int64, device=codes.device), []
+    used, further = torch.zeros(rows, dtype=torch.int64, device=packed.device), []
     while left.any():
         row, k_block = left.flatten(2).any(-1).nonzero(as_tuple=True)
         count = torch.bincount(row, minlength=rows)
@@ -94,9 +82,9 @@ def steps_of(codes: torch.Tensor, exponents: torch.Tensor) -> Steps:
     padding = (0, 0, 0, 0, 0, extra)
     result = Steps(
         torch.nn.functional.pad(first.codes, padding),
-        torch.nn.functional.pad(first.q, padding),
+        torch.nn.functional.pad(first.below, padding, value=UNUSED_BELOW),
         torch.nn.functional.pad(first.base, (0, extra), value=UNUSED_BASE),
-        torch.full((rows, extra), UNUSED_K_BLOCK, device=codes.device),
+        torch.full((rows, extra), UNUSED_K_BLOCK, device=packed.device),
     )
     for row, slot, k_block, step in further:
         for to, values in zip(result, step[:3], strict=False):
@@ -107,7 +95,7 @@ def steps_of(codes: torch.Tensor, exponents: torch.Tensor) -> Steps:
 
 class _Step(NamedTuple):
     codes: torch.Tensor
-    q: torch.Tensor
+    below: torch.Tensor
     base: torch.Tensor
     taken: torch.Tensor  # groups that are in it
 
@@ -118,25 +106,39 @@ def _step(codes: torch.Tensor, exponent: torch.Tensor, nonzero: torch.Tensor, le
     below = largest - exponent
     taken = left & (~nonzero | (below <= SPAN))
     codes = torch.where(taken.repeat_interleave(CODES // EXPONENTS, -1), codes, 0)
-    q = (LARGEST_Q - below).clamp(0, LARGEST_Q).to(torch.uint8)
-    return _Step(codes, q, power_of_two(largest[..., 0, 0] - LARGEST_EXPONENT), taken)
+    return _Step(codes, below.clamp(0, SPAN), bases(largest[..., 0, 0]), taken)
 
 
-def words(codes: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of rows in the order of wgmma's operand: uint8 `[.., 64]` to `[.., 4, 4, 4]`.
+def words(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes of rows in the order of wgmma's operand: uint8 `[.., 64]` to two int32 `[.., 4, 4]`.
 
-    The dimensions are the 32 channels of a wgmma, the thread of four, and the bytes of its word. A word has the codes
-    of channels 4t to 4t + 3 and of 16 + 4t to 16 + 4t + 3: the magnitudes of the former in its lower 16 bits. The signs
-    of the former are bit 7 of each byte, those of the latter bit 3.
+    The dimensions are the 32 channels of a wgmma and the thread of four. A word is the bitwise or of both parts: the
+    codes of channels 4t to 4t + 3, and those of 16 + 4t to 16 + 4t + 3. It has the magnitudes of the former in its
+    lower 16 bits. The signs of the former are bit 7 of each byte, those of the latter bit 3.
     """
-    a, b, c, d = codes.unflatten(-1, (4, 2, 4, 2)).transpose(-3, -2).flatten(-2).unbind(-1)
-    signs = (a << 4, c), (a, c >> 4), (b << 4, d), (b, d >> 4)
-    parts = [(m & MAGNITUDES) | (s & 0x80) | (t & 0x08) for m, (s, t) in zip((a, b, c, d), signs, strict=True)]
-    return torch.stack(parts, -1)
+    index = codes.view(torch.int16).unflatten(-1, (4, 2, 4)) + _first_parts(codes.device)
+    found = _parts(codes.device).index_select(0, index.flatten()).view(index.shape)
+    return found.select(-2, 0), found.select(-2, 1)
+
+
+@functools.cache
+def _first_parts(device: torch.device) -> torch.Tensor:
+    """Returns where `_parts` has the code 0 of channels 4t on, and of channels 16 + 4t on."""
+    return torch.tensor([[1 << 15], [3 << 15]], dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _parts(device: torch.device) -> torch.Tensor:
+    """Returns the parts of words of four codes, for both parts by the codes as an int16, from the smallest on."""
+    codes = torch.arange(-1 << 15, 1 << 15) & 0xFFFF
+    magnitudes = codes & (MAGNITUDES << 8 | MAGNITUDES)
+    signs = sum((codes >> (4 * i + 3) & 1) << 8 * i for i in range(4))
+    both = torch.cat([magnitudes | signs << 7, magnitudes << 16 | signs << 3])
+    return both.view(torch.int32)[::2].to(device)  # the lower halves
 
 
 def codes_of(words: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of `words`."""
+    """Returns the codes of words, given as bytes `[.., 4, 4, 4]`."""
     i, j, k, m = words.unbind(-1)
     pairs = ((i >> 4, j), (k >> 4, m), (i, j << 4), (k, m << 4))
     parts = [(w & MAGNITUDES) | (s & 0x08) | (t & 0x80) for w, (s, t) in zip((i, j, k, m), pairs, strict=True)]
@@ -170,8 +172,11 @@ class Chunks(NamedTuple):
 
     def write(self, steps: Steps, rows: tuple[int, ...]) -> None:
         """Write 128 rows of each step; `rows`: the sizes of the views' dimensions of rows."""
-        self.words.copy_(words(steps.codes).unflatten(-3, (2, 2)).unflatten(2, rows))
-        self.d.copy_((steps.q * 8).unflatten(2, rows))
+        in_order = steps.codes.transpose(1, 2)  # of the checkpoint
+        first, second = (part.transpose(1, 2).unflatten(-2, (2, 2)).unflatten(2, rows) for part in words(in_order))
+        torch.bitwise_or(first, second, out=self.words.view(torch.int32).squeeze(-1))
+        largest = torch.tensor(8 * LARGEST_Q, dtype=torch.int32)
+        torch.sub(largest, steps.below.unflatten(2, rows), alpha=8, out=self.d)
 
     def values(self, rows: int) -> torch.Tensor:
         """Returns float32 `[.., 128, 128]`, without the base; `rows`: dimensions of rows of the views."""
@@ -235,7 +240,7 @@ def _placed(steps: Steps, first: int, extra: int) -> Steps:
         return steps
     return Steps(
         place(steps.codes, regular, 0),
-        place(steps.q, regular, 0),
+        place(steps.below, regular, UNUSED_BELOW),
         place(steps.base, regular, UNUSED_BASE),
         place(steps.k_block, 0, UNUSED_K_BLOCK),
     )

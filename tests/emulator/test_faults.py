@@ -16,7 +16,7 @@ from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.kernel_sets import EXAMPLE
 from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.ops.mxfp4 import SPAN
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import layer
 from fp8moe_plugin.plan.sm90.catalog import (

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.moe import fused_moe
-from fp8moe_plugin.ops.mxfp4 import SPAN
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
 from tests import helpers as h
 from tests.emulator.device import Device

@@ -18,7 +18,7 @@ from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
-from fp8moe_plugin.ops.mxfp4 import SPAN
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.plan.sm90.catalog import (
     DECODED,
     DENSE_CLUSTER_TILE_N,

@@ -5,7 +5,7 @@ import torch
 
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops import fused_moe
-from fp8moe_plugin.ops.mxfp4 import SPAN
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from fp8moe_plugin.testing import invariance
 from tests import helpers as h

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import Experts
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.recode import E2M1, SPAN, Halves, block_fp8, check_memory
 from fp8moe_plugin.ops.reference import dequantize_blocks
 
 VALUES = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float64)
+CPU = torch.device("cpu")
 ZERO, MINUS_ZERO = 0x00, 0x88  # bytes of two codes
 
 
@@ -47,7 +48,7 @@ def test_blocks_at_the_edges_may_be_smaller(n, k):
 def test_exponents_of_zeros_do_not_count(zeros):
     codes, exponents = torch.full((128, 64), 0x11, dtype=torch.uint8), torch.full((128, 4), 127, dtype=torch.uint8)
     codes[:, :32] = zeros
-    exponents[:, 0], exponents[:, 1] = 0, 250
+    exponents[:, 0], exponents[:, 1] = 0, 246
     q, scales = recode(codes, exponents)
     assert torch.equal(q.double() * scales.double(), dequantized(codes, exponents))
 
@@ -74,12 +75,29 @@ def test_experts_that_a_gpu_cannot_hold_are_refused():
         check_memory(V4_FLASH, half, 80_000_000_000)
 
 
+@pytest.mark.parametrize(("exponent", "message"), [(255, "hold NaN"), (247, "range from .* damaged")])
+def test_exponents_that_cannot_be_are_refused(exponent, message):
+    """Also those of zeros."""
+    codes, exponents = torch.zeros(128, 64, dtype=torch.uint8), torch.full((128, 4), 127, dtype=torch.uint8)
+    exponents[5, 3] = exponent
+    with pytest.raises(CheckpointError, match=f"the scales of w {message}"):
+        recode(codes, exponents)
+
+
 def test_halves_of_a_projection_meet_in_any_order():
     halves, tensor = Halves(), torch.zeros(1)
-    assert halves.add("a", Role.SCALES, tensor) is None
-    assert halves.add("b", Role.WEIGHT, torch.ones(1)) is None
+    assert halves.add("a", Role.SCALES, tensor, CPU) is None
+    assert halves.add("b", Role.WEIGHT, torch.ones(1), CPU) is None
     tensor += 7  # the engine fills its buffer again
-    assert halves.add("a", Role.WEIGHT, torch.full((1,), 2.0)) == (2, 0)
-    assert halves.add("b", Role.WEIGHT, torch.full((1,), 3.0)) is None  # replaces the first one
-    assert halves.add("b", Role.SCALES, tensor) == (3, 7)
+    assert halves.add("a", Role.WEIGHT, torch.full((1,), 2.0), CPU) == (2, 0)
+    assert halves.add("b", Role.WEIGHT, torch.full((1,), 3.0), CPU) is None  # replaces the first one
+    assert halves.add("b", Role.SCALES, tensor, CPU) == (3, 7)
     assert not halves.waiting
+
+
+def test_as_many_halves_wait_on_the_device_as_an_expert_has():
+    """A checkpoint may have all codes before all exponents; then the device would hold the model twice."""
+    halves = Halves()
+    for name in "abcd":
+        assert halves.add(name, Role.WEIGHT, torch.ones(1), torch.device("meta")) is None
+    assert [half.device.type for _, half in halves.waiting.values()] == ["meta"] * 3 + ["cpu"]

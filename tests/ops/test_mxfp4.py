@@ -5,8 +5,8 @@ import torch
 
 from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
+from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import (
-    SPAN,
     codes_of,
     dequantize,
     further_steps,
@@ -35,7 +35,7 @@ def empty(n: int, k: int, extra: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def down_and_up_again(codes: torch.Tensor, exponents: torch.Tensor, room: int = 0) -> tuple[torch.Tensor, int]:
-    steps = steps_of(codes, exponents)
+    steps = steps_of(Fp4Blocks.of(codes, exponents))
     expert = empty(len(codes), 2 * codes.shape[1], steps.extra + room)
     assert further_steps(*expert) == steps.extra + room
     write_down(*expert, steps)
@@ -55,7 +55,7 @@ def test_each_code_with_each_exponent_is_exact(largest):
 @pytest.mark.parametrize(("n", "k", "span"), [(128, 128, 0), (256, 512, 6), (384, 256, SPAN)])
 def test_codes_and_bases_are_those_of_block_fp8(n, k, span):
     codes, exponents = weight(seeded(n, CPU), n, k, span)
-    steps = steps_of(codes, exponents)
+    steps = steps_of(Fp4Blocks.of(codes, exponents))
     assert torch.equal(steps.base, block_fp8("w", codes, exponents.view(torch.float8_e8m0fnu))[1])
     assert torch.equal(down_and_up_again(codes, exponents)[0], dequantized(codes, exponents))
 
@@ -74,7 +74,7 @@ def test_one_wide_block_takes_one_step():
     codes, exponents = weight(seeded(0, CPU), 256, 512, 3)
     exponents[77, 9] = 120
     codes[77, 9 * 16] = 0x11
-    steps = steps_of(codes, exponents)
+    steps = steps_of(Fp4Blocks.of(codes, exponents))
     assert steps.extra == 1
     assert steps.k_block.tolist() == [[9 // 4], [0]]
     assert torch.equal(down_and_up_again(codes, exponents)[0], dequantized(codes, exponents))
@@ -96,7 +96,7 @@ def test_exponents_of_zeros_do_not_count(zeros):
 @pytest.mark.parametrize("first", [0, 1])
 def test_gate_and_up_arrive_in_any_order(first, span):
     halves = [weight(seeded(half, CPU), 256, 256, span, 140 + 7 * half) for half in (0, 1)]
-    packed = [steps_of(*half) for half in halves]
+    packed = [steps_of(Fp4Blocks.of(*half)) for half in halves]
     expert = empty(512, 256, 2 * max(steps.extra for steps in packed))
     for half in (first, 1 - first):
         write_half(*expert, half, packed[half])
@@ -107,7 +107,7 @@ def test_gate_and_up_arrive_in_any_order(first, span):
 @pytest.mark.parametrize("gate_up", [False, True])
 def test_room_for_more_steps_changes_no_weight(gate_up):
     projection = weight(seeded(0, CPU), 256, 384, 30)
-    steps = steps_of(*projection)
+    steps = steps_of(Fp4Blocks.of(*projection))
     parts = 2 if gate_up else 1
     expert = empty(256 * parts, 384, parts * steps.extra)
     for half in range(parts):
@@ -125,16 +125,21 @@ def test_a_thread_finds_gate_and_up_of_a_channel_side_by_side():
     gate, up = (torch.full((128, 64), code, dtype=torch.uint8) for code in (0x11, 0x22))
     ones = torch.full((128, 4), 127, dtype=torch.uint8)
     expert = empty(256, 128)
-    write_half(*expert, 0, steps_of(gate, ones))
-    write_half(*expert, 1, steps_of(up, ones))
+    write_half(*expert, 0, steps_of(Fp4Blocks.of(gate, ones)))
+    write_half(*expert, 1, steps_of(Fp4Blocks.of(up, ones)))
     first_words = expert[0].view(2, CHUNK_BYTES)[:, :8192].reshape(-1, 2, 4)
     assert (first_words[:, 0] == 0x11).all()
     assert (first_words[:, 1] == 0x22).all()
 
 
+def bytes_of_words(codes: torch.Tensor) -> torch.Tensor:
+    first, second = words(codes)
+    return (first | second).view(torch.uint8).unflatten(-1, (4, 4))
+
+
 def test_words_keep_every_code():
     codes = torch.randint(256, (128, 64), dtype=torch.uint8)
-    assert torch.equal(codes_of(words(codes)), codes)
+    assert torch.equal(codes_of(bytes_of_words(codes)), codes)
     one = torch.zeros(1, 64, dtype=torch.uint8)
     one[0, 0], one[0, 9] = 0xA3, 0x0C  # channels 0, 1 and 18
-    assert words(one)[0, 0, 0].tolist() == [0x23, 0x80, 0x08, 0x04]  # signs are apart
+    assert bytes_of_words(one)[0, 0, 0].tolist() == [0x23, 0x80, 0x08, 0x04]  # signs are apart

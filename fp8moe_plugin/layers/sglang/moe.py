@@ -24,7 +24,7 @@ from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, per_row, shape_errors
-from fp8moe_plugin.layers.pack import Share, pack
+from fp8moe_plugin.layers.pack import Share, pack, part_of_rank
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of, unset
 from fp8moe_plugin.layers.recode import block_fp8, targets
 from fp8moe_plugin.layers.sglang import compat, online
@@ -170,20 +170,19 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
         loads.check_tensor(what, param, loaded_weight)
         loaded_weight = as_kept(param, loaded_weight)
         check_expert_shape(what, param, loaded_weight, shard_id, hidden, intermediate)
+        share = Share(intermediate, layer.moe_tp_size, layer.moe_tp_rank)
         if not quant.recoded_from:
             pad_and_load(layer, what, param, loaded_weight, weight_name, shard_id, expert_id)
         elif (slots := compat.local_slots(layer, expert_id)) and (
-            both := loads.halves.add(f"{method.prefix}{projection}", role_of(param), loaded_weight)
+            both := _add_half(method, f"{method.prefix}{projection}", param, loaded_weight, shard_id, share)
         ):
             own = targets(layer, shard_id, weight_name, SCALE)
             if quant.weights is PACKED_MXFP4:
                 (weight, _), (scales, _) = own
-                share = Share(intermediate, layer.moe_tp_size, layer.moe_tp_rank)
                 states = {"running": loads.serving, "balanced": get_server_args().enable_eplb}
                 pack(f"{method.prefix}{projection}", (weight, scales), slots, shard_id, both, share, **states)
             else:
-                q_and_scales = block_fp8(what, *(half.to(param.device) for half in both))
-                for (parameter, name), tensor in zip(own, q_and_scales, strict=True):
+                for (parameter, name), tensor in zip(own, block_fp8(what, *both), strict=True):
                     pad_and_load(layer, what, parameter, tensor, name, shard_id, expert_id)
         loads.note(method, layer, f"{method.prefix}{projection}", role_of(param))
 
@@ -198,3 +197,19 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
             layer.weight_loader(param, tensor, name, shard_id, expert_id)
 
     return check_and_load
+
+
+def _add_half(
+    method: Fp8MoeMethod, projection: str, param: torch.Tensor, half: torch.Tensor, shard_id: str, share: Share
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns codes and exponents of a projection once both have arrived: this rank's part if it packs them, else all.
+
+    Args:
+        param: that of the codes or of the exponents.
+    """
+    role, quant = role_of(param), method.quant_config.expert_spec
+    if quant.weights is PACKED_MXFP4:
+        half = part_of_rank(role, half, shard_id == "w2", share)
+    both: tuple[torch.Tensor, torch.Tensor] | None
+    both = method.quant_config.loads.halves.add(projection, role, half, param.device)
+    return both

@@ -9,7 +9,7 @@ import torch
 
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.pack import Share, check_room, grow, pack
+from fp8moe_plugin.layers.pack import Share, check_room, grow, pack, part_of_rank
 from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.recode import Halves, targets
 from fp8moe_plugin.layers.vllm import compat
@@ -65,13 +65,14 @@ def _loader(prefix: str, scale: str) -> Callable[..., bool | None]:
             return False if return_success else None
         name = f"{prefix} ({shard_id} of expert {expert_id})"
         halves: Halves = layer.fp8moe_loading.model.halves
-        if both := halves.add(name, role_of(param), loaded_weight):
+        moe, role = layer.moe_config, role_of(param)
+        share = Share(moe.intermediate_size, moe.tp_size, moe.tp_rank)
+        half = part_of_rank(role, loaded_weight, shard_id == "w2", share)
+        if both := halves.add(name, role, half, param.device):
             (weight, _), (scales, _) = targets(layer, shard_id, weight_name, scale)
             if param.is_meta:
                 _count(weight, scales, shard_id)
             else:
-                moe = layer.moe_config
-                share = Share(moe.intermediate_size, moe.tp_size, moe.tp_rank)
                 states = {
                     "running": layer.fp8moe_loading.in_place,
                     "balanced": moe.moe_parallel_config.enable_eplb,

@@ -75,10 +75,10 @@ def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callab
             return False if return_success else None
         name = f"{prefix} ({shard_id} of expert {expert_id})"
         halves: Halves = layer.fp8moe_loading.model.halves
-        both = halves.add(name, role_of(param), loaded_weight)
+        both = halves.add(name, role_of(param), loaded_weight, param.device)
         if both is None:
             return True if return_success else None
-        q, scales = _recoded(name, *both, param.device)
+        q, scales = _recoded(name, *both)
         (weight, its_name), (own_scales, scales_name) = targets(layer, shard_id, weight_name, scale)
         load(layer, own_scales, scales, scales_name, shard_id, expert_id, return_success)
         return load(layer, weight, q, its_name, shard_id, expert_id, return_success)
@@ -86,10 +86,8 @@ def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callab
     return recode_and_load
 
 
-def _recoded(
-    name: str, codes: torch.Tensor, exponents: torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _recoded(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Re-encode a projection. On the meta device, where vLLM counts the tensors of a reload, return empty tensors."""
-    if device.type != "meta":
-        return block_fp8(name, codes.to(device), exponents.to(device))
-    return empty_pair(FP8_BLOCK, codes.shape[0], 2 * codes.shape[1], device)
+    if not codes.is_meta:
+        return block_fp8(name, codes, exponents)
+    return empty_pair(FP8_BLOCK, codes.shape[0], 2 * codes.shape[1], codes.device)

@@ -1,0 +1,28 @@
+"""Loading experts in MXFP4 costs little beside the copies of their tensors, which the engine makes as well."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from tests.layers.experts import EXPERTS, make_mxfp4
+from tests.layers.operations import counted
+from tests.layers.vllm import loaded_model
+from tests.layers.vllm.loaded_model import INTERMEDIATE
+from tests.layers.vllm.one_rank import PACKED, RECODED, Layer
+
+pytestmark = pytest.mark.seam
+no_engine = loaded_model.no_engine
+
+PROJECTIONS = 3 * EXPERTS
+LAUNCHES = 17  # of a projection, with its copies
+
+
+@pytest.mark.parametrize("quant", [RECODED, PACKED])
+def test_a_projection_takes_few_launches(quant):
+    checkpoint = make_mxfp4(INTERMEDIATE)
+    Layer(INTERMEDIATE, 1, 0, quant).load(checkpoint)  # makes the tables
+    layer = Layer(INTERMEDIATE, 1, 0, quant)
+    with counted() as operations:
+        layer.load(checkpoint)
+    assert operations.launches <= LAUNCHES * PROJECTIONS
+    assert operations.waits == PROJECTIONS
