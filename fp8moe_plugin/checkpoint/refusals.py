@@ -28,7 +28,7 @@ def check_experts(fields: Mapping[str, Any], unquantized: Sequence[str] = (), on
     if not online or may_be_fp4(fields):
         expert_format(fields)
     if fields.get("model_type") == "gpt_oss":
-        raise _refusal("experts add a bias (model_type 'gpt_oss'), which the kernels do not")
+        raise _refusal("experts are in one tensor in which gate and up rows alternate (model_type 'gpt_oss')")
 
 
 def _refusal(why: str) -> UnsupportedError:

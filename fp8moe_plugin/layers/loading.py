@@ -164,3 +164,21 @@ def holds_nan(parameter: torch.Tensor) -> bool:
         return parameter.is_floating_point() and not bool(parameter.isfinite().all())
     parts = parameter.data.view(torch.uint8).flatten().split(CHUNK_BYTES)
     return any(bool(((part & bits) == bits).any()) for part in parts)
+
+
+def checked_bias(what: str, parameter: torch.Tensor, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns the bias of one projection in float32.
+
+    Args:
+        rows: of the projection in the checkpoint.
+    Raises:
+        CheckpointError: it is no vector of so many finite numbers.
+    """
+    if list(tensor.shape) != [rows] or not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{what} has shape {list(tensor.shape)} and dtype {tensor.dtype}, but must be a float for each of {rows} "
+            "channels. Check that config.json belongs to the weights."
+        )
+    if not (tensor.is_meta or parameter.is_meta) and not tensor.isfinite().all():
+        raise CheckpointError(f"{what} holds NaN or infinity, so it is damaged. Download the checkpoint again.")
+    return tensor.float()

@@ -85,3 +85,28 @@ def expert_tensors(
         for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate))
         for role, suffix in ((Role.WEIGHT, WEIGHT), (Role.SCALES, scale))
     }
+
+
+def bias_tensors(experts: int, hidden: int, intermediate: int) -> dict[str, torch.Tensor]:
+    """Returns both biases of a rank's experts, uninitialized; `intermediate`: channels on this rank."""
+    return {
+        f"{name}_bias": torch.empty(experts, rows, dtype=torch.float32)
+        for name, rows in (("w13", 2 * intermediate), ("w2", hidden))
+    }
+
+
+def is_bias(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter of experts is a bias, the only one without a format and a role."""
+    return not hasattr(parameter, ROLE)
+
+
+def rank_bias(bias: torch.Tensor, own: torch.Tensor, shard_id: str, rank: int) -> torch.Tensor:
+    """Returns a rank's part of the bias of w1, w2 or w3 of an expert: of w2's, all on the first rank, else zeros.
+
+    Args:
+        own: the part of the parameter; the last ranks' parts of w1 and w3 are zero-padded.
+    """
+    if shard_id == "w2":
+        return bias if rank == 0 else torch.zeros_like(bias)
+    part = bias[rank * len(own) : (rank + 1) * len(own)]
+    return torch.nn.functional.pad(part, (0, len(own) - len(part)))

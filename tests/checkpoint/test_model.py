@@ -349,7 +349,10 @@ def test_unquantized_layers_are_those_of_vllm(kind, suffixes):
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "by ModelOpt to 'NVFP4'"),
         ({"expert_dtype": "nvfp4"}, r"experts are 'nvfp4' \(expert_dtype\), but the kernels need block FP8, or MXFP4"),
         ({"expert_dtype": "int4"}, r"experts are 'int4' \(expert_dtype\), but the kernels need block FP8, or MXFP4"),
-        ({"model_type": "gpt_oss"}, r"experts add a bias \(model_type 'gpt_oss'\), which the kernels do not"),
+        (
+            {"model_type": "gpt_oss"},
+            r"experts are in one tensor in which gate and up rows alternate \(model_type 'gpt_oss'\)",
+        ),
     ],
 )
 def test_sound_checkpoints_that_are_not_served(tmp_path, change, message):

@@ -18,7 +18,7 @@ from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from tests import helpers as h
 from tests.formats import fp4
-from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint, make_rows
+from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint, make_checkpoint, make_rows, with_biases
 
 INTERMEDIATE, TOKENS = fp4.WIDTH, 9
 
@@ -38,7 +38,8 @@ class Cell(NamedTuple):
         """The part of the message that says what no kernel computes."""
         if self.weights not in VALUES:
             return f"weights in the format {self.weights.name}"
-        return self.activation.refusal or "a bias"
+        assert self.activation.refusal
+        return self.activation.refusal
 
     @property
     def quant(self) -> QuantSpec:
@@ -73,7 +74,7 @@ VALUES = {  # of the formats that are computed
     FP8_BLOCK: dequantize_blocks,
     FP8_CHANNEL: functools.partial(dequantize_blocks, weights=FP8_CHANNEL),
 }
-COMPUTED = [Cell(*cell, False) for cell in itertools.product(VALUES, (SILU, CLAMPED, OAI, STEP))]
+COMPUTED = [Cell(*cell) for cell in itertools.product(VALUES, (SILU, CLAMPED, OAI, STEP), (False, True))]
 REFUSED = [cell for cell in CELLS if cell not in COMPUTED]
 
 
@@ -91,14 +92,17 @@ def make_call(cell: Cell) -> Call:
     checkpoint, gen = CHECKPOINTS[cell.weights], h.seeded(0, torch.device("cpu"))
     x = 4 * h.random_tokens(gen, TOKENS, HIDDEN)  # so that gates and up projections exceed the limits
     weights, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
+    biases = with_biases({}, INTERMEDIATE)
+    checkpoint = checkpoint | (biases if cell.bias else {})
     expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for expert in range(EXPERTS):
         w1, w3, w2 = (
             VALUES[cell.weights](checkpoint[f"{name}_weight"][expert], checkpoint[f"{name}_{cell.quant.scale}"][expert])
             for name in ("w1", "w3", "w2")
         )
-        inner = activated(x.double() @ w1.double().T, x.double() @ w3.double().T, cell.activation)
-        expected += (weights.double() * (ids == expert)).sum(1, keepdim=True) * (inner @ w2.double().T)
+        b1, b3, b2 = (cell.bias * biases[f"{name}_bias"][expert].double() for name in ("w1", "w3", "w2"))
+        inner = activated(x.double() @ w1.double().T + b1, x.double() @ w3.double().T + b3, cell.activation)
+        expected += (weights.double() * (ids == expert)).sum(1, keepdim=True) * (inner @ w2.double().T + b2)
     return Call(checkpoint, x, weights, ids, expected)
 
 

@@ -34,6 +34,15 @@ def make_checkpoint(intermediate: int) -> Checkpoint:
     return found
 
 
+def with_biases(checkpoint: Checkpoint, intermediate: int) -> Checkpoint:
+    """Returns a checkpoint with bfloat16 biases, which are about as large as the sums that they are added to."""
+    gen = torch.Generator().manual_seed(intermediate)
+    rows = {"w1": intermediate, "w3": intermediate, "w2": HIDDEN}
+    return checkpoint | {
+        f"{name}_bias": list(torch.randn(EXPERTS, n, generator=gen).bfloat16()) for name, n in rows.items()
+    }
+
+
 def make_rows(intermediate: int, per_tensor: bool = False) -> Checkpoint:
     """Returns the same in FP8 with a scale for each row, in BF16 as published, or one for each projection."""
     found: Checkpoint = {}

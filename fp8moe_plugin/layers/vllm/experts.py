@@ -78,6 +78,7 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
     def experts(self, w1: torch.Tensor, w2: torch.Tensor) -> Experts:
         """Returns the experts with the weights of a call, and the scales of this instance."""
         tensors = {"w13": w1, "w13_scale": self.w1_scale, "w2": w2, "w2_scale": self.w2_scale}
+        tensors |= {"w13_bias": self.w1_bias, "w2_bias": self.w2_bias} if self.spec.bias else {}
         return Experts(self.spec, tensors, tensors)
 
 

@@ -22,6 +22,7 @@ from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import check_expert_shape
 from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, role_of
 from fp8moe_plugin.layers.vllm import compat
+from fp8moe_plugin.layers.vllm.biases import bias_parameters
 from fp8moe_plugin.layers.vllm.experts import experts_class, layer_spec
 from fp8moe_plugin.layers.vllm.loading import LayerLoading, check_experts_not_moved
 from fp8moe_plugin.layers.vllm.model_state import ModelState
@@ -118,6 +119,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             name: _parameter(tensor, num_experts, attrs[role_of(tensor)], self.stored)
             for name, tensor in tensors.items()
         }
+        if self.spec.bias:
+            parameters |= bias_parameters(layer, num_experts, *sizes)
         self.loading.register(layer, parameters, self.check_tensor)
         if shared:
             self.shared_expert = SharedExpert(shared, list(tensors.values()))
@@ -176,6 +179,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         return fp8_w8a8_moe_quant_config(
             w1_scale=getattr(layer, f"w13_{self.scale}"),
             w2_scale=getattr(layer, f"w2_{self.scale}"),
+            **({"w1_bias": layer.w13_bias, "w2_bias": layer.w2_bias} if self.spec.bias else {}),
             block_shape=[GROUP, GROUP],  # by which vLLM's dispatch quantizes tokens
         )
 

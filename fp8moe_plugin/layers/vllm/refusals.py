@@ -61,8 +61,7 @@ def refusal_of(moe: Any, spec: LayerSpec, quantized: bool) -> Refusal | None:
         quantized: see `Engine`.
     """
     number = moe.num_local_experts
-    kind = layer_refusal(spec) or ("a bias" if spec.bias else None)  # for which the layers have no parameters yet
-    part = ExpertsPart(moe.hidden_dim, moe.intermediate_size, moe.tp_size, number, kind)
+    part = ExpertsPart(moe.hidden_dim, moe.intermediate_size, moe.tp_size, number, layer_refusal(spec))
     server, why = place_experts(part, Engine("vLLM", quantized))
     if server is Server.OURS:
         return None

@@ -50,7 +50,7 @@ class Mlp(NamedTuple):
             return False
         if experts + 1 > MAX_LOCAL_EXPERTS or self.down.reduce_results or self.gate_up.gather_output:
             return False
-        if any(not hasattr(layer, "fp8moe_loading") for layer in self):  # on vLLM's own method
+        if spec.bias or any(not hasattr(layer, "fp8moe_loading") for layer in self):  # on vLLM's own method
             return False
         if any(layer.tp_size != moe.tp_size or layer.bias is not None for layer in self):
             return False

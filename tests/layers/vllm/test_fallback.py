@@ -15,6 +15,7 @@ from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import fp8, get_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -190,7 +191,7 @@ EXPERTS = "model.layers.3.mlp.experts"
     [
         ({"hidden_dim": 320}, "hidden size 320 is not a multiple of 128"),
         ({"num_local_experts": 1025}, "a rank has 1025 experts"),
-        ({"has_bias": True}, "the model's experts have a bias, which the kernels do not support"),
+        ({"activation": MoEActivation.GELU}, "the model's experts have another activation than silu"),
     ],
 )
 def test_unsupported_experts_run_on_the_engine(plugin_log, changes, why):
