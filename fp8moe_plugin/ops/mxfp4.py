@@ -175,7 +175,7 @@ class Chunks(NamedTuple):
         in_order = steps.codes.transpose(1, 2)  # of the checkpoint
         first, second = (part.transpose(1, 2).unflatten(-2, (2, 2)).unflatten(2, rows) for part in words(in_order))
         torch.bitwise_or(first, second, out=self.words.view(torch.int32).squeeze(-1))
-        largest = torch.tensor(8 * LARGEST_Q, dtype=torch.int32)
+        largest = torch.tensor(8 * LARGEST_Q, dtype=torch.int32, device="cpu")  # a number for the kernel
         torch.sub(largest, steps.below.unflatten(2, rows), alpha=8, out=self.d)
 
     def values(self, rows: int) -> torch.Tensor:
