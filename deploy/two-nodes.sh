@@ -5,10 +5,11 @@
 #     bash two-nodes.sh 1 10.0.0.1 moonshotai/Kimi-K2-Instruct --trust-remote-code  # the second
 #
 # What follows the model goes to vllm serve, such as --max-model-len; Kimi-K2's tokenizer is code of its repository.
-# Both need the same bundle of kernels: fp8moe-warmup bundle --model MODEL --tp 16 --bundle kernels.tar
+# Both need the kernels: those of a wheel that `make wheel` built, or one bundle, named by FP8MOE_BUNDLE:
+# fp8moe-warmup bundle --model MODEL --tp 16 --bundle kernels.tar
 set -euo pipefail
 rank=${1:?rank of this node, 0 or 1} first=${2:?address of node 0} model=${3:?folder or id of the model}
-export FP8MOE_BUNDLE=${FP8MOE_BUNDLE:-$PWD/kernels.tar} FP8MOE_JIT=forbid
+export FP8MOE_JIT=forbid
 options=(--quantization fp8moe --tensor-parallel-size 16 --nnodes 2 --node-rank "$rank" --master-addr "$first")
 [ "$rank" = 0 ] || options+=(--headless)
 exec vllm serve "$model" "${options[@]}" "${@:4}"
