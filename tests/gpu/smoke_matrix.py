@@ -182,6 +182,17 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
             assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids, activation=CLAMPED), expected) <= 2e-2
 
 
+def check_biases(gen: torch.Generator, rows: int) -> None:
+    for intermediate, weights in itertools.product((INTERMEDIATE, WIDE), set(FORMATS) - set(DECODED)):
+        layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate, weights)
+        biases = h.random_biases(gen, EXPERTS, HIDDEN, intermediate)
+        for tokens in {rows, min(rows, SMALL_BATCH_TOKENS[-1])}:
+            x, routing = h.random_tokens(gen, tokens, HIDDEN), h.random_routing(gen, "some_missing", tokens, 3, EXPERTS)
+            out = ops.fused_moe(x, *layer, *routing, **biases, weights=weights, activation=CLAMPED)
+            wanted = {"quantized": True, "activation": CLAMPED, "biases": biases}
+            assert h.relative_l2(out, h.layer_reference(x, layer, *routing, **wanted)) <= 2e-2
+
+
 def check_fp8_channel(gen: torch.Generator, rows: int) -> None:
     x = h.random_tokens(gen, rows, HIDDEN)
     for intermediate, activation in itertools.product((INTERMEDIATE, WIDE), (SILU, CLAMPED)):
@@ -259,6 +270,7 @@ CHECKS = {
         check_batched_experts,
         check_fused_moe,
         check_fp8_channel,
+        check_biases,
         check_packed_mxfp4,
         check_routed_moe,
         check_choose_experts,

@@ -6,9 +6,12 @@ import torch
 from fp8moe_plugin.formats.activation import SILU
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops import batched_experts, choose_experts, fused_moe, routed_moe
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO
 from tests import helpers as h
+from tests.mxfp4 import random_experts
 
 HIDDEN, EXPERTS, TOPK = 512, 6, 3
 OAI = h.MODIFIED[1]
@@ -59,3 +62,14 @@ def test_batched_experts(device, expected_m):
     gate_up = h.product((q, scales), layer[:2]) + biases["w13_bias"].double()[:, None]
     expected = h.swiglu(gate_up) @ h.dequantize_weights(*layer[2:]).mT + biases["w2_bias"].double()[:, None]
     assert h.relative_l2(found[here], expected[here]) <= 0.07
+
+
+@pytest.mark.parametrize("tokens", [5, 13, 40, 300])
+def test_packed_mxfp4(device, tokens):
+    """Its layers have no kernels for many rows with a bias, and take those for few rows."""
+    experts, gen = random_experts(h.seeded(0, torch.device("cpu")), 4, 256, 256, SPAN), h.seeded(tokens, device)
+    packed, fp8 = (h.Layer(*(tensor.to(device) for tensor in layer)) for layer in (experts.packed(), experts.in_fp8()))
+    x, routing = h.random_tokens(gen, tokens, 256), h.random_routing(gen, "some_missing", tokens, TOPK, 4)
+    options = {"activation": OAI, "biases": h.random_biases(gen, 4, 256, 256)}
+    out = fused_moe(x, *packed, *routing, **options["biases"], weights=PACKED_MXFP4, activation=OAI)
+    assert h.relative_l2(out, h.layer_reference(x, fp8, *routing, quantized=True, **options)) <= 1e-2
