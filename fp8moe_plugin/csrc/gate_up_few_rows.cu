@@ -22,6 +22,7 @@
 #if MANY_ROWS
 #include "epilogue/swiglu_many_rows.cuh"
 #include "mma/swap_ab_many_rows.cuh"
+#include "pipeline/gather_tokens.cuh"
 #endif
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
@@ -37,8 +38,8 @@ constexpr int kProducerRegisters = kManyRows ? 40 : kSlabs == 2 ? 72 : 64;
 constexpr int kMathRegisters = kManyRows ? 232 : kSlabs == 2 ? 216 : 104;
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
               "the launch's registers per thread");
-constexpr int kProducerWarps = kProducers / kWarp;
-constexpr int kFullArrivals = 1 + kWarp;  // the announced bytes of TMA, and each lane of the warp that fills the stage
+// The announced bytes of TMA, and each lane of the warp that fills the stage; of many rows all warps fill it.
+constexpr int kFullArrivals = 1 + (kManyRows ? kProducers : kWarp);
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 template <int kCount>
@@ -106,15 +107,36 @@ struct WeightLoads {
     }
 };
 
+#if MANY_ROWS
+DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
+    const bool first_warp = threadIdx.x / kWarp == kMathWarps;
+    Ring<kStages> ring;
+    Tile tile = queue.tile();
+    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, first_warp)) {
+        const WeightLoads weights(in, tile);
+        const StepsOfTile steps(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks);
+        const GatheredTokens<kBlockTokens> tokens(in.x, in.x_scales, in.a_rows, tile, in.k_blocks);
+        fill_stages<barrier_wait>(shared, ring, 0, in.steps, [&](int step, int s, u32 full) {
+            if (first_warp) {
+                if (step == 0 && lane_of_warp() == 0) publish_tile(shared.tile(s), tile);
+                weights.start({shared, s}, full, step);
+            }
+            tokens.start(shared, s, steps.k_block(step));
+            copy_async_arrive(full);
+            if (first_warp) queue.prepare_next(step);
+        });
+    }
+    end_tiles<kProducers>(shared, ring);
+    if (first_warp) queue.finish();
+}
+#else
 // A tile's tokens: a lane copies 16 bytes of several, and the scales of two.
 struct TokenCopies : StepsOfTile {
     static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kWarp / kChunks, kCount = kBlockTokens / kRowsAtOnce;
     static_assert(2 * kRowsAtOnce == SWIZZLE_ROWS, "the swizzle of two copies repeats");
-    static constexpr int kScales = ceil_div(kBlockTokens, kWarp);
     const uint4* x;
     const float* scales;
-    // First elements. Many rows would take too many registers: there a lane has one of each 32 rows, for all lanes.
-    u32 from[kManyRows ? 1 : kCount], from_scale[kScales];
+    u32 from[kCount], from_scale[kBlockTokens / kWarp];  // first elements
     int rows;
 
     DEVICE TokenCopies(const Operands& in, const Tile& tile)
@@ -126,17 +148,11 @@ struct TokenCopies : StepsOfTile {
         auto block_of = [&](int row) {
             return row < rows ? u32(in.a_rows[tile.row + row]) * in.k_blocks + first_step : 0;
         };
-        if constexpr (!kManyRows)
 #pragma unroll
-            for (int i = 0; i < kCount; ++i)
-                from[i] = block_of(i * kRowsAtOnce + lane / kChunks) * kChunks + lane % kChunks;
+        for (int i = 0; i < kCount; ++i)
+            from[i] = block_of(i * kRowsAtOnce + lane / kChunks) * kChunks + lane % kChunks;
 #pragma unroll
-        for (int i = 0; i < kScales; ++i) from_scale[i] = block_of(i * kWarp + lane);
-    }
-    DEVICE u32 chunk_of_copy(int i) const {
-        if constexpr (!kManyRows) return from[i];
-        const int lane = lane_of_warp(), row = i * kRowsAtOnce;
-        return __shfl_sync(kAllLanes, from_scale[row / kWarp], row % kWarp + lane / kChunks) * kChunks + lane % kChunks;
+        for (int i = 0; i < kBlockTokens / kWarp; ++i) from_scale[i] = block_of(i * kWarp + lane);
     }
     DEVICE void start(SharedMemory shared, int s, int k) const {
         if constexpr (kFurtherSteps) k = k_block(k);
@@ -147,11 +163,11 @@ struct TokenCopies : StepsOfTile {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             if (i * kRowsAtOnce >= rows) break;
-            const u32 first = chunk_of_copy(i);
-            if (i * kRowsAtOnce + row < rows) copy_async_16(to[i % 2] + i / 2 * SWIZZLE_ROWS * kBlockK, block + first);
+            if (i * kRowsAtOnce + row < rows)
+                copy_async_16(to[i % 2] + i / 2 * SWIZZLE_ROWS * kBlockK, block + from[i]);
         }
 #pragma unroll
-        for (int i = 0; i < kScales; ++i)
+        for (int i = 0; i < kBlockTokens / kWarp; ++i)
             if (i * kWarp + lane < rows)
                 copy_async_4(shared.token_scale(s, i * kWarp + lane), scales + k + from_scale[i]);
     }
@@ -159,7 +175,7 @@ struct TokenCopies : StepsOfTile {
 
 DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     const int warp = warp_uniform(threadIdx.x / kWarp) - kMathWarps;
-    Turns<kProducerWarps, kStages> turns(warp);
+    Turns<kProducers / kWarp, kStages> turns(warp);
     Tile tile = queue.tile();
     for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0)) {
         const WeightLoads weights(in, tile);
@@ -177,6 +193,7 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     turns.end_tiles<kWarp>(shared);
     if (warp == 0) queue.finish();
 }
+#endif
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
