@@ -2,9 +2,8 @@
 // gate, up = x[a_rows[i]] @ w13[expert]^T. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
 // Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded to 8, 16, 32 or 64.
-// With MANY_ROWS, for weights that are decoded to registers, it has the rows of gate_up.cu's tiles, padded to up to
-// 144. TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread
-// then holds both of a channel, and a tile holds a whole group of the quantization.
+// TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread then
+// holds both of a channel, and a tile holds a whole group of the quantization.
 //
 // Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
@@ -19,27 +18,21 @@
 #include "epilogue/swiglu_transposed.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
-#if MANY_ROWS
-#include "epilogue/swiglu_many_rows.cuh"
-#include "mma/swap_ab_many_rows.cuh"
-#include "pipeline/gather_tokens.cuh"
-#endif
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kBlockTokens = kTileTokens, kBlockI = 128, kBlockK = 128;
+constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
 constexpr int kProducers = 128, kThreads = THREADS, kMathThreads = kThreads - kProducers;
 constexpr int kMathWarpgroups = kMathThreads / 128, kMathWarps = kMathThreads / kWarp;
 static_assert(kMathWarpgroups == 2 || kMathWarpgroups == 4, "each has the same number of slabs");
 constexpr int kSlabs = 4 / kMathWarpgroups;  // of 64 rows of weights, per warpgroup
-constexpr int kProducerRegisters = kManyRows ? 40 : kSlabs == 2 ? 72 : 64;
-constexpr int kMathRegisters = kManyRows ? 232 : kSlabs == 2 ? 216 : 104;
+constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 64, kMathRegisters = kSlabs == 2 ? 216 : 104;
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
               "the launch's registers per thread");
-// The announced bytes of TMA, and each lane of the warp that fills the stage; of many rows all warps fill it.
-constexpr int kFullArrivals = 1 + (kManyRows ? kProducers : kWarp);
+constexpr int kProducerWarps = kProducers / kWarp;
+constexpr int kFullArrivals = 1 + kWarp;  // the announced bytes of TMA, and each lane of the warp that fills the stage
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 template <int kCount>
@@ -48,12 +41,7 @@ template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
 using SharedMemory = Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Staging<kBlockTokens>,
                             TokenScales<kBlockTokens>, WeightScales<2>, Amax<kMathWarps * kBlockTokens / 2>,
-                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>, WeightTables<1>
-#if MANY_ROWS
-                            ,
-                            TokenFactors<kBlockTokens>
-#endif
-                            >;
+                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 struct Operands {
@@ -83,7 +71,7 @@ struct Result {
     const float* bias;
 };
 
-using Queue = TileQueue<kCutRows>;
+using Queue = TileQueue<kBlockTokens>;
 
 // ---- producer: four warps, which take turns with the stages ---------------------------------------------------------
 
@@ -107,29 +95,6 @@ struct WeightLoads {
     }
 };
 
-#if MANY_ROWS
-DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
-    const bool first_warp = threadIdx.x / kWarp == kMathWarps;
-    Ring<kStages> ring;
-    Tile tile = queue.tile();
-    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, first_warp)) {
-        const WeightLoads weights(in, tile);
-        const StepsOfTile steps(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks);
-        const GatheredTokens<kBlockTokens> tokens(in.x, in.x_scales, in.a_rows, tile, in.k_blocks);
-        fill_stages<barrier_wait>(shared, ring, 0, in.steps, [&](int step, int s, u32 full) {
-            if (first_warp) {
-                if (step == 0 && lane_of_warp() == 0) publish_tile(shared.tile(s), tile);
-                weights.start({shared, s}, full, step);
-            }
-            tokens.start(shared, s, steps.k_block(step));
-            copy_async_arrive(full);
-            if (first_warp) queue.prepare_next(step);
-        });
-    }
-    end_tiles<kProducers>(shared, ring);
-    if (first_warp) queue.finish();
-}
-#else
 // A tile's tokens: a lane copies 16 bytes of several, and the scales of two.
 struct TokenCopies : StepsOfTile {
     static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kWarp / kChunks, kCount = kBlockTokens / kRowsAtOnce;
@@ -175,7 +140,7 @@ struct TokenCopies : StepsOfTile {
 
 DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     const int warp = warp_uniform(threadIdx.x / kWarp) - kMathWarps;
-    Turns<kProducers / kWarp, kStages> turns(warp);
+    Turns<kProducerWarps, kStages> turns(warp);
     Tile tile = queue.tile();
     for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0)) {
         const WeightLoads weights(in, tile);
@@ -193,7 +158,6 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     turns.end_tiles<kWarp>(shared);
     if (warp == 0) queue.finish();
 }
-#endif
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
@@ -207,22 +171,12 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         return (tile.expert * 2 + i % 2) * in.intermediate + channel;
     };
     const RowScales<2 * kSlabs> scales(in.weight_scales, row);
-    static_assert(!(kBias && kManyRows), "there are no registers for biases of many rows");
     const RowBiases<2 * kSlabs> biases(out.bias, row);
-#if MANY_ROWS
-    multiply_gate_and_up<kTokens>(shared, ring, in.steps, warpgroup * kSlabs * 64, sum);
-#else
     multiply_stages<kTokens, GateUpScales<kTokens>, true>(shared, ring, in.steps, warpgroup * kSlabs * 64, 0, sum);
-#endif
-    if (kManyRows || in.splits.count == 1 ||
-        add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
+    if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
         biases.add_to(sum);
-#if MANY_ROWS
-        store_quantized_many_rows<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
-#else
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
-#endif
         if (!out.done.counters) return;
         __threadfence();
         named_barrier(kMathBarrier, kMathThreads);
@@ -260,19 +214,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
             switch (padded_tokens(tile.rows)) {
-#if MANY_ROWS
-                case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
-                case 64: compute_tile<64>(shared, ring, in, out, tile, warpgroup); break;
-                case 80: compute_tile<80>(shared, ring, in, out, tile, warpgroup); break;
-                case 96: compute_tile<96>(shared, ring, in, out, tile, warpgroup); break;
-                case 112: compute_tile<112>(shared, ring, in, out, tile, warpgroup); break;
-                case 128: compute_tile<128>(shared, ring, in, out, tile, warpgroup); break;
-#else
                 case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
                 case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
-#endif
-                default: compute_tile<kTileTokens>(shared, ring, in, out, tile, warpgroup);
+                default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
             }
         }
         if (threadIdx.x == 0) out.done.count_block();

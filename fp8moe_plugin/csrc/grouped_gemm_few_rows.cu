@@ -2,13 +2,12 @@
 // once.
 //
 // Swap-AB: a tile is 128 rows of weights by up to 64 tokens, which are padded to 8, 16, 32 or 64 by the expert's own
-// count. With MANY_ROWS, for weights that are decoded to registers, it has the rows of grouped_gemm.cu's tiles, padded
-// to up to 144.
+// count.
 //
 // A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
 // where K is short.
 //
-// In:   a_map, a_wide_map  boxes of 8 rows of A, and of 32 (MANY_ROWS: 16);    b_map  boxes of 128 rows of weights
+// In:   a_map, a_wide_map  boxes of 8 rows of A, and of 32;    b_map  boxes of 128 rows of weights
 //       a_scales, b_scales, table, num_tiles  as in grouped_gemm.cu
 //       bias      BIAS: float32 [experts, N], added to each row
 //       claim_pair  which of the table's counters deals out the tiles
@@ -21,9 +20,6 @@
 #include "epilogue/store_transposed.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
-#if MANY_ROWS
-#include "mma/swap_ab_many_rows.cuh"
-#endif
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
@@ -33,18 +29,14 @@ constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kProducers = 128, kProducerWarps = kProducers / 32, kThreads = kMathThreads + kProducers;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
-constexpr int kBlocks = SMEM_BYTES <= 113 * 1024 ? 2 : 1;  // for which an SM has room
-// Otherwise registers stay where they are.
-constexpr bool kMovesRegisters = kBlocks == 2 || kManyRows;
-constexpr int kProducerRegisters = kManyRows ? 56 : 32, kMathRegisters = kManyRows ? 224 : 104;
-static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kManyRows ? 168 : 80),
-              "the launch's registers per thread");
+constexpr int kBlocks = SMEM_BYTES <= 113 * 1024 ? 2 : 1;     // for which an SM has room
+constexpr int kProducerRegisters = 32, kMathRegisters = 104;  // with two blocks, which share the registers
+static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 80,
+              "the launch's 80 per thread");
 constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
 constexpr int kProducerBarrier = 1 + kMathWarpgroups;
-constexpr int kBlockTokens = kTileTokens;
-// Of one TMA load.
-constexpr int kBoxTokens = kManyRows ? TAIL_ROWS : SWIZZLE_ROWS,
-              kWideBoxTokens = kManyRows ? TAIL_ROWS : FEW_ROWS_WIDE_BOX;
+constexpr int kBlockTokens = kFewRowsTile;
+constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
 
 template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
@@ -54,7 +46,7 @@ using SharedMemory =
            SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
-using Queue = TileQueue<kCutRows>;
+using Queue = TileQueue<kBlockTokens>;
 using Awaited = AwaitedRowsOf<kBlocks>;
 
 struct Operands {
@@ -170,12 +162,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         };
         const RowScales<2> scales(in.weight_scales, weight_row);
         const RowBiases<2> biases(bias, weight_row);
-        const int row = warpgroup * kWarpgroupN, first_token = ActivationScales::offset(tile.row);
-#if MANY_ROWS
-        multiply_rows<kTokens>(shared, ring, in.steps, row, first_token, sum[0]);
-#else
-        multiply_stages<kTokens>(shared, ring, in.steps, row, first_token, sum);
-#endif
+        multiply_stages<kTokens>(shared, ring, in.steps, warpgroup * kWarpgroupN, ActivationScales::offset(tile.row),
+                                 sum);
         scales.scale(sum);
         biases.add_to(sum);
         store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, d, in.n, tile.row, tile.rows,
@@ -201,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     const int k_blocks = k / kBlockK, steps = weight_steps(b_map, k_blocks);
     Operands in{&a_map, &a_wide_map, &b_map, scales, b_scales, n, k_blocks, steps, columns_at_once};
     if (warpgroup == kMathWarpgroups) {
-        if constexpr (kMovesRegisters) decrease_registers<kProducerRegisters>();
+        if constexpr (kBlocks == 2) decrease_registers<kProducerRegisters>();
         const int warp = warp_uniform(threadIdx.x / 32) - 4 * kMathWarpgroups;
         if (!done_counters) wait_for_previous_kernel();  // which made the table
         Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, steps * columns_at_once);
@@ -209,26 +197,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
         if (warp == 0) queue.finish();
     } else {
-        if constexpr (kMovesRegisters) increase_registers<kMathRegisters>();
+        if constexpr (kBlocks == 2) increase_registers<kMathRegisters>();
         Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
             switch (padded_tokens(tile.rows)) {
-#if MANY_ROWS
-                case 32: compute_tile<32>(shared, ring, in, bias, d, tile, warpgroup); break;
-                case 64: compute_tile<64>(shared, ring, in, bias, d, tile, warpgroup); break;
-                case 80: compute_tile<80>(shared, ring, in, bias, d, tile, warpgroup); break;
-                case 96: compute_tile<96>(shared, ring, in, bias, d, tile, warpgroup); break;
-                case 112: compute_tile<112>(shared, ring, in, bias, d, tile, warpgroup); break;
-                case 128: compute_tile<128>(shared, ring, in, bias, d, tile, warpgroup); break;
-#else
                 case 8: compute_tile<8>(shared, ring, in, bias, d, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, in, bias, d, tile, warpgroup); break;
                 case 32: compute_tile<32>(shared, ring, in, bias, d, tile, warpgroup); break;
-#endif
-                default: compute_tile<kTileTokens>(shared, ring, in, bias, d, tile, warpgroup);
+                default: compute_tile<64>(shared, ring, in, bias, d, tile, warpgroup);
             }
         }
     }

@@ -13,12 +13,6 @@ first sentence of a comment says what a constant decides. Numbers in brackets ar
 # channels.
 FEW_ROWS_PER_EXPERT = 40
 
-# The same for weights that are decoded to registers (packed MXFP4).
-# Measured: DeepSeek-V4-Flash with 24 rows per expert takes 0.88 of the time of the kernels for many rows, with 48 rows
-# 0.95 to 1.03; an eighth of the channels 0.87 and 0.90 ([078]).
-# Measure again: when either kind of kernels changes; nothing between 48 and 96 rows was measured.
-PACKED_FEW_ROWS_PER_EXPERT = 64
-
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.
 # Measured: a layer of DeepSeek-V4-Flash takes 0.75 of the time in block FP8 with 24 rows per expert, 0.95 with 48 and

@@ -273,13 +273,6 @@ def packed_small_batch(emulator: Device, seed: int, width: int = 8) -> None:
 
 
 wide_packed_batch = functools.partial(packed_small_batch, width=16)
-
-
-def packed_layer_of_many_rows(emulator: Device, seed: int) -> None:
-    """The widest tiles: those with a tail."""
-    assert run_packed_layer(emulator, seed, 140) <= MOST_ERROR
-
-
 PER_CHANNEL = MODIFIED._replace(weights=FP8_CHANNEL)
 scales_of_many_rows = per_channel("gate_up")
 scales_of_few_rows = per_channel("gate_up_few_rows")
@@ -304,11 +297,6 @@ PACKED = (
     gate_up_few_rows_key(h.layer_spec()._replace(weights=PACKED_MXFP4)),
     *FEW[2:],
 )
-PACKED_OF_MANY_ROWS = (
-    grouped_gemm_key(Output.BF16, weights=PACKED_MXFP4),
-    gate_up_key(h.layer_spec()._replace(weights=PACKED_MXFP4), gather=True),
-    *FEW[2:],
-)
 SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(h.layer_spec(), 8, 8)
 PACKED_SPEC = h.layer_spec()._replace(weights=PACKED_MXFP4)
 PACKED_SMALL_BATCH = gate_up_small_batch_key(PACKED_SPEC, 8, 8), down_small_batch_key(PACKED_SPEC, 8, 8)
@@ -325,7 +313,6 @@ KERNELS = {  # to be compiled ahead
     dense_tiles_of_clusters: (dense_gemm_many_rows_key(192), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
     packed_layer: PACKED,
-    packed_layer_of_many_rows: PACKED_OF_MANY_ROWS,
     packed_small_batch: PACKED_SMALL_BATCH,
     wide_packed_batch: WIDE_PACKED_BATCH,
     behind_dense_layer: (*DENSE, *FEW),
@@ -924,62 +911,6 @@ FAULTS = {
         "AssertionError",
         multiprocessors=CLUSTERS,
     ),
-    "tables of many rows are those of the smallest exponent": Fault(
-        "device/fp4.cuh",
-        "kHigh + (entry - kFirst) * 0x01010101",
-        "kHigh",
-        packed_layer_of_many_rows,
-        "AssertionError",
-    ),
-    "tables of subnormal magnitudes are multiplied": Fault(
-        "device/fp4.cuh",
-        "return ~(entries + kToSign * 0x01010101) & 0x80808080;",
-        "return false;",
-        packed_layer_of_many_rows,
-        "AssertionError",
-    ),
-    "channels of the second slab are those of the first": Fault(
-        "mma/swap_ab_many_rows.cuh",
-        "decoded(rows[0][0], rows[1][0], tables)",
-        "decoded(rows[0][0], rows[0][0], tables)",
-        packed_layer_of_many_rows,
-        "AssertionError",
-    ),
-    "the up projection has the bases of the gate": Fault(
-        "mma/swap_ab_many_rows.cuh",
-        "weights.scale(1), sum[1]",
-        "weights.scale(0), sum[1]",
-        packed_layer_of_many_rows,
-        "AssertionError",
-    ),
-    "parts of a tile multiply the same tokens": Fault(
-        "mma/swap_ab_many_rows.cuh",
-        "shared.tokens(stage, kFirst)",
-        "shared.tokens(stage, 0)",
-        packed_layer_of_many_rows,
-        "AssertionError",
-    ),
-    "tokens of many rows have the scales of their neighbours": Fault(
-        "epilogue/swiglu_many_rows.cuh",
-        "thread % 2 ? pair & 0xFFFF0000 : pair << 16",
-        "pair << 16",
-        packed_layer_of_many_rows,
-        "AssertionError",
-    ),
-    "staged tokens are not swizzled where they are read": Fault(
-        "epilogue/swiglu_many_rows.cuh",
-        "load_shared_16(staged_channel(shared, token, channel));",
-        "load_shared_16(shared.staging(token) + channel);",
-        packed_layer_of_many_rows,
-        "AssertionError",
-    ),
-    "weights are read before they are there": Fault(
-        "mma/swap_ab_many_rows.cuh",
-        "        PackedRow rows[1][2];\n        barrier_wait(shared.full(ring.stage), ring.phase);\n",
-        "        PackedRow rows[1][2];\n",
-        packed_layer_of_many_rows,
-        "AssertionError|EmulatorError",
-    ),
     "SiLU is not limited": Fault(
         "epilogue/activation.cuh",
         "alpha), activated_limit)",
@@ -1034,8 +965,8 @@ FAULTS = {
     ),
     "sums are scaled by each split and once more": Fault(
         "gate_up_few_rows.cu",
-        "    if (kManyRows || in.splits.count == 1 ||",
-        "    scales.scale(sum);\n    if (kManyRows || in.splits.count == 1 ||",
+        "    if (in.splits.count == 1 ||",
+        "    scales.scale(sum);\n    if (in.splits.count == 1 ||",
         scales_of_few_rows,
         "AssertionError",
     ),
@@ -1102,8 +1033,8 @@ FAULTS = {
     ),
     "each split of the first GEMM adds its bias": Fault(
         "gate_up_few_rows.cu",
-        "    if (kManyRows || in.splits.count == 1",
-        "    biases.add_to(sum);\n    if (kManyRows || in.splits.count == 1",
+        "    if (in.splits.count == 1",
+        "    biases.add_to(sum);\n    if (in.splits.count == 1",
         bias_of_few_rows,
         "AssertionError",
     ),

@@ -20,10 +20,10 @@ from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.plan.sm90.catalog import (
-    DECODED,
     DENSE_CLUSTER_TILE_N,
     DENSE_TILE_N,
     DENSE_TILE_ROWS,
+    FEW_ROWS_ONLY,
     SMALL_BATCH_TOKENS,
 )
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
@@ -138,7 +138,7 @@ def check_psum(gen: torch.Generator, rows: int) -> None:
 
 
 def check_batched_experts(gen: torch.Generator, rows: int) -> None:
-    for weights in set(FORMATS) - set(DECODED):
+    for weights in set(FORMATS) - set(FEW_ROWS_ONLY):
         check_batched_experts_of(weights, gen, rows)
 
 
@@ -183,7 +183,7 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
 
 
 def check_biases(gen: torch.Generator, rows: int) -> None:
-    for intermediate, weights in itertools.product((INTERMEDIATE, WIDE), set(FORMATS) - set(DECODED)):
+    for intermediate, weights in itertools.product((INTERMEDIATE, WIDE), set(FORMATS) - set(FEW_ROWS_ONLY)):
         layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate, weights)
         biases = h.random_biases(gen, EXPERTS, HIDDEN, intermediate)
         for tokens in {rows, min(rows, SMALL_BATCH_TOKENS[-1])}:

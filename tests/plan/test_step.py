@@ -15,10 +15,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
     gate_up_small_batch_key,
 )
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, plan_grouped
-from fp8moe_plugin.plan.sm90.kernel_sets import layer_kernels
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
-from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
 
 DEEPSEEK_V3, DEEPSEEK_V3_TP8 = MoeShape(8, 7168, 2048, 256, 256), MoeShape(8, 7168, 256, 256, 256)
@@ -113,16 +112,6 @@ def test_tiles_are_short_up_to_40_rows_an_expert():
     steps = [sorted_step(QWEN3_30B, tokens) for tokens in (17, 640, 641)]
     assert [step.tile for step in steps] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
     assert [step.tile.streams_weights for step in steps] == [True, True, False]
-
-
-def test_packed_weights_have_tiles_of_many_rows():
-    spec = LayerSpec(QWEN3_30B, weights=PACKED_MXFP4)
-    steps = [plan_layer(spec, tokens) for tokens in (17, 1024, 1025)]
-    assert [step.tile for step in steps] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
-    assert all(step.gathers and step.k_splits == 1 for step in steps)
-    keys = {key for step in steps for key in (step.gate_up, step.down)}
-    assert len(keys) == 4
-    assert keys <= set(layer_kernels(spec, Arrival.STANDARD))
 
 
 @pytest.mark.parametrize(

@@ -24,19 +24,6 @@ DEVICE void write_fp4_tables(u32 tables) {
     store_shared(tables + q * kFp4TableBytes, make_uint2(half[0], half[1]));
 }
 
-// The table of q at byte `entry` of the tables, for kSmallestLinearQ and more: then no magnitude but zero is subnormal,
-// and a greater q adds to the exponent of each. Reading it would take bandwidth that long steps need for their tokens.
-constexpr int kSmallestLinearQ = 3;
-DEVICE uint2 linear_fp4_table(u32 entry) {
-    constexpr u32 kLow = 0x14100800, kHigh = 0x24201C18, kFirst = kSmallestLinearQ * kFp4TableBytes;
-    return make_uint2(kLow + (entry - kFirst) * 0x01010100, kHigh + (entry - kFirst) * 0x01010101);
-}
-// Whether a byte of `entries` has another q.
-DEVICE bool any_not_linear(u32 entries) {
-    constexpr u32 kToSign = 0x80 - kSmallestLinearQ * kFp4TableBytes;
-    return ~(entries + kToSign * 0x01010101) & 0x80808080;
-}
-
 // A word has two times four codes, see `words` of fp8moe_plugin/ops/mxfp4.py. Returns each four as e4m3.
 DEVICE uint2 decode_fp4(u32 word, uint2 table) {
     constexpr u32 kMagnitudes = 0x77777777, kSigns = 0x80808080;

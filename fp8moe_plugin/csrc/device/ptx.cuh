@@ -19,11 +19,6 @@ DEVICE T* in_registers(T* pointer) {
     asm volatile("" : "+l"(pointer));
     return pointer;
 }
-// Keeps the compiler from computing what follows from a value long before its use, where registers are scarce.
-DEVICE u32 not_in_advance(u32 value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
 DEVICE float load_shared_float(u32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");

@@ -65,32 +65,6 @@ struct StepsOfTile {
     DEVICE int k_block(int step) const { return step < k_blocks ? step : int(__ldg(further + step - k_blocks)); }
 };
 
-// A thread's codes of a row of weights, a word for each wgmma, and the row's exponents.
-struct PackedRow {
-    u32 word[4], exponents;
-};
-
-// Two rows of a thread as an operand of wgmma. `linear`: all exponents are.
-DEVICE RegistersA decoded(const PackedRow& first, const PackedRow& second, u32 tables, bool linear) {
-    RegistersA a;
-    const PackedRow rows[2] = {first, second};
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const u32 entry = select_bytes(rows[row].exponents, 0, 0x4440 + step);
-            const uint2 table = linear ? linear_fp4_table(entry) : load_shared_8(tables + entry);
-            const uint2 both = decode_fp4(rows[row].word[step], table);
-            a.row[step][row] = both.x, a.row[step][2 + row] = both.y;
-        }
-    return a;
-}
-DEVICE RegistersA decoded(const PackedRow& first, const PackedRow& second, u32 tables) {
-    const bool other = any_not_linear(first.exponents) || any_not_linear(second.exponents);
-    if (__ballot_sync(kAllLanes, other)) return decoded(first, second, tables, false);
-    return decoded(first, second, tables, true);
-}
-
 constexpr bool kDecodedToRegisters = true;
 // The weights in a stage. Loads complete on `full`; a scale's copy completes with copy_async_arrive of the thread.
 template <class SharedMemory>
@@ -133,24 +107,6 @@ struct WeightTile {
             }
         }
         return a;
-    }
-    // The thread's two rows of kSlabs slabs, from `row` on.
-    template <int kSlabs>
-    DEVICE void load_packed(int row, PackedRow (&rows)[kSlabs][2]) const {
-        const u32 chunk = shared.weights(stage, row / kChunkRows * kChunkRows), first = row / kSlabRows % 2;
-        const u32 thread = threadIdx.x % kWarpgroup;
-#pragma unroll
-        for (int i = 0; i < kSlabs; ++i) {
-            const u32 codes = chunk + (first + i) * kSlabCodes + thread * kThreadCodes;
-            const uint2 of_rows = load_shared_8(chunk + 2 * kSlabCodes + (first + i) * kSlabExponents + thread / 4 * 8);
-            rows[i][0].exponents = of_rows.x, rows[i][1].exponents = of_rows.y;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4 four = load_shared_16(codes + half * (kSlabCodes / 2));
-                rows[i][0].word[2 * half] = four.x, rows[i][1].word[2 * half] = four.y;
-                rows[i][0].word[2 * half + 1] = four.z, rows[i][1].word[2 * half + 1] = four.w;
-            }
-        }
     }
     DEVICE float scale(int i) const { return load_shared_float(shared.weight_scale(stage, i)); }
 };

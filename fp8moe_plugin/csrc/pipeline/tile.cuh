@@ -12,17 +12,8 @@ struct Tile {
     int last;      // 1: one of the last tiles, about two per block
 };
 
-// Swap-AB: rows are cut into tiles of kCutRows and have at most kTileTokens, which are padded to the N of a wgmma.
-// MANY_ROWS: 1 in the keys of kernels that have the tiles of many rows per expert, with their tails.
-#if MANY_ROWS
-constexpr bool kManyRows = true;
-constexpr int kCutRows = kManyRowsTile, kTileTokens = RowTiles::kLongest;
-DEVICE int padded_tokens(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : (rows + 15) / 16 * 16; }
-#else
-constexpr bool kManyRows = false;
-constexpr int kCutRows = kFewRowsTile, kTileTokens = kFewRowsTile;
+// The tokens of a swap-AB tile with padding: the N of its wgmma.
 DEVICE int padded_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
-#endif
 
 DEVICE void publish_tile(u32 address, const Tile& tile) {
     static_assert(RowTiles::kLongest < 1 << 8, "8 bits for rows, 1 for last, 23 for the column");

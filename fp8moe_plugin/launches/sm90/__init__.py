@@ -14,7 +14,7 @@ from fp8moe_plugin.launches.sm90.layer import batched_launches, layer_launches
 from fp8moe_plugin.launches.sm90.quantize import quantize_rows_launch, silu_mul_quant_launch
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90 import dense, grouped, kernel_sets, layer
-from fp8moe_plugin.plan.sm90.catalog import DECODED
+from fp8moe_plugin.plan.sm90.catalog import FEW_ROWS_ONLY
 from fp8moe_plugin.plan.sm90.indexer import indexer_refusal
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 
@@ -30,7 +30,7 @@ class Sm90:
     zeroes_ungrouped_rows = True
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
-        if arrival is Arrival.BATCHED and spec.weights in DECODED:
+        if arrival is Arrival.BATCHED and spec.weights in FEW_ROWS_ONLY:
             return f"weights in the format {spec.weights.name} and rows that arrive {arrival}"
         return layer_refusal(spec)
 

@@ -185,13 +185,12 @@ def grouped_gemm_few_rows_launch(
         pdl: it may start before the preceding kernel ends. That kernel is the GEMM 1 that computes `a` if
             `row_counters` is set, else the kernel that writes the tiles.
     """
-    many_rows = "MANY_ROWS" in dict(key.defines)
     return Launch(
         key,
         blocks,
         key.arguments(
-            a_map=rows_map(a, TAIL_ROWS if many_rows else SWIZZLE_ROWS),
-            a_wide_map=rows_map(a, TAIL_ROWS if many_rows else FEW_ROWS_WIDE_BOX),
+            a_map=rows_map(a, SWIZZLE_ROWS),
+            a_wide_map=rows_map(a, FEW_ROWS_WIDE_BOX),
             b_map=weights_map(b, FEW_ROWS_TILE_N, STREAMED_L2_FETCH),
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,

@@ -23,8 +23,7 @@ WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {
     FP8_CHANNEL: (("FP8_CHANNEL", 1),),
     PACKED_MXFP4: (("MXFP4", 1),),
 }
-# Formats whose weights are decoded to registers, so that they are the first operand of many rows, too.
-DECODED = (PACKED_MXFP4,)
+FEW_ROWS_ONLY = (PACKED_MXFP4,)  # formats without kernels for many rows, in place of which those for few rows run
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
@@ -128,8 +127,6 @@ def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
 
     With `gather` it gathers each expert's rows from the step's tokens; else its operand has consecutive rows.
     """
-    if spec.weights in DECODED:
-        return KernelKey("gate_up_few_rows", (("MANY_ROWS", 1), *_gate_up_macros(spec)), 384, SMEM_BYTES)
     return KernelKey("gate_up", (("GATHER", int(gather)), *_gate_up_macros(spec)), 384, SMEM_BYTES)
 
 
@@ -161,8 +158,6 @@ def grouped_gemm_key(
 ) -> KernelKey:
     """GEMM with many rows per group, or with one group; `keep_b`: see `sm90.grouped.keeps_b`."""
     macros = _weight_macros(weights, bias)
-    if weights in DECODED:
-        return KernelKey("grouped_gemm_few_rows", (("MANY_ROWS", 1), *macros), 384, 211 * KIB)
     defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)), *macros)
     return KernelKey("grouped_gemm", defines, 384, SMEM_BYTES)
 

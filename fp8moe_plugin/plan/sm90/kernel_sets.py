@@ -5,10 +5,10 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
-    DECODED,
     DENSE_CLUSTER_TILE_N,
     DENSE_FEW_TILE_ROWS,
     DENSE_TILE_ROWS,
+    FEW_ROWS_ONLY,
     GROUPED_TILE_N,
     MQA_NEXT_N,
     SMALL_BATCH_STAGES,
@@ -39,15 +39,15 @@ from fp8moe_plugin.plan.sm90.catalog import (
     transpose_scales_key,
 )
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
-from fp8moe_plugin.plan.sm90.layer import few_rows_tokens, only_few_rows
+from fp8moe_plugin.plan.sm90.layer import few_rows_tokens
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
 
 
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
-    if spec.weights in DECODED:
-        return _kernels_that_decode(spec)
+    if spec.weights in FEW_ROWS_ONLY:
+        return _only_few_rows_kernels(spec)
     of_w2 = {"weights": spec.weights, "bias": spec.bias}
     down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, **of_w2) for keep in (False, True))
     gemms = {
@@ -83,22 +83,14 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     }
 
 
-def _kernels_that_decode(spec: LayerSpec) -> KernelSet:
-    """Returns the kernels of a layer whose weights are decoded to registers. Its GEMM 1 always gathers."""
-    experts, only = f"experts in {spec.weights.name}", only_few_rows(spec)
-    few = experts if only else f"{experts} in steps of up to {_few(spec)} tokens: decode"
-    many = f"{experts} in steps of more than {_few(spec)} tokens: prefill"
-    for_many: KernelSet = {
-        grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias): f"GEMM 2 of {many}",
-        gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of {many}",
-    }
+def _only_few_rows_kernels(spec: LayerSpec) -> KernelSet:
+    """Returns the kernels of a layer whose larger steps all take the kernels for few rows."""
     return (
         {
-            grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 of {few}",
-            gate_up_few_rows_key(spec): f"GEMM 1 and SwiGLU of {few}",
+            grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 of experts in {spec.weights.name}",
+            gate_up_few_rows_key(spec): f"GEMM 1 of experts in {spec.weights.name}, and SwiGLU",
             quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
         }
-        | ({} if only else for_many)
         | _small_batch_kernels(spec)
         | _routing_kernels(spec)
     )

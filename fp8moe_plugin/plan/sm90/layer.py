@@ -12,7 +12,7 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import (
-    DECODED,
+    FEW_ROWS_ONLY,
     SMALL_BATCH_HIDDEN,
     SMALL_BATCH_STAGES,
     SMALL_BATCH_TOKENS,
@@ -46,7 +46,6 @@ from fp8moe_plugin.plan.tuning import (
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
-    PACKED_FEW_ROWS_PER_EXPERT,
     PACKED_SMALL_BATCH_BYTES,
     SMALL_BATCH_BYTES,
     SPARE_MULTIPROCESSORS,
@@ -85,7 +84,7 @@ class SortedStep:
     row_counters: int  # counters per row tile of GEMM 1
     pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
-    columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, where weights are its first operand
+    columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
     quantize: KernelKey
     gate_up: KernelKey
     down: KernelKey
@@ -111,13 +110,8 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
-    few_rows = only_few_rows(spec) or tokens <= few_rows_tokens(spec)
+    few_rows = spec.weights in FEW_ROWS_ONLY or tokens <= few_rows_tokens(spec)
     return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors)
-
-
-def only_few_rows(spec: LayerSpec) -> bool:
-    """Returns whether steps of any number of tokens take the kernels for few rows: others have no registers left."""
-    return spec.bias and spec.weights in DECODED
 
 
 def few_rows_tokens(spec: LayerSpec) -> int:
@@ -125,8 +119,7 @@ def few_rows_tokens(spec: LayerSpec) -> int:
 
     With more tokens, too many experts have more rows than a tile of FEW_ROWS and load their weights twice.
     """
-    rows = PACKED_FEW_ROWS_PER_EXPERT if spec.weights in DECODED else FEW_ROWS_PER_EXPERT
-    return rows * spec.shape.global_experts // spec.shape.topk
+    return FEW_ROWS_PER_EXPERT * spec.shape.global_experts // spec.shape.topk
 
 
 # ---- small batches -------------------------------------------------------------------------------------------------
@@ -145,7 +138,7 @@ def small_batch_tokens(spec: LayerSpec, tokens: int) -> int:
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
-    most_bytes = PACKED_SMALL_BATCH_BYTES if spec.weights in DECODED else SMALL_BATCH_BYTES
+    most_bytes = PACKED_SMALL_BATCH_BYTES if spec.weights in FEW_ROWS_ONLY else SMALL_BATCH_BYTES
     if nbytes * pairs * local_experts / global_experts > most_bytes:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
@@ -213,14 +206,13 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
     """Returns the plan of a step whose rows are cut into such tiles."""
     shape = spec.shape
     topk, hidden, intermediate, local_experts, global_experts = shape
-    rows, few_rows, decoded = tokens * topk, tile.streams_weights, spec.weights in DECODED
+    rows, few_rows = tokens * topk, tile.streams_weights
     rows_per_expert = rows / global_experts
-    gathers = few_rows or decoded or intermediate <= GATHER_UP_TO
-    may_split = few_rows and not decoded and not spec.batch_invariant
+    gathers = few_rows or intermediate <= GATHER_UP_TO
+    may_split = few_rows and not spec.batch_invariant and spec.weights not in FEW_ROWS_ONLY
     splits = k_splits(rows, shape) if may_split else 1
     counters = row_counters(intermediate, splits)
-    keep_b = not few_rows and not decoded and keeps_b(rows_per_expert, intermediate)
-    column_tiles = columns_at_once(rows, local_experts, hidden, intermediate) if few_rows or decoded else 1
+    keep_b = not few_rows and keeps_b(rows_per_expert, intermediate)
     return SortedStep(
         spec=spec,
         tokens=tokens,
@@ -233,7 +225,7 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
         row_counters=counters,
         pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate),
         keep_b=keep_b,
-        columns_at_once=column_tiles,
+        columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
         quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
         down=grouped_key(tile, keep_b, spec.weights, spec.bias),
