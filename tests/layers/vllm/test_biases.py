@@ -15,8 +15,6 @@ from tests.layers.conformance import INTERMEDIATE, OAI, Cell, assert_computed, m
 from tests.layers.experts import EXPERTS, HIDDEN, make_checkpoint, with_biases
 from tests.layers.vllm.one_rank import Layer, default_config
 
-pytestmark = pytest.mark.seam
-
 NUMBERS = {f"swiglu_{name}": getattr(OAI, name) for name in ("limit", "alpha", "beta")}
 MOE = {"has_bias": True, "activation": MoEActivation(OAI.kind), **NUMBERS}
 CALL = make_call(Cell(FP8_BLOCK, OAI, True))
@@ -28,6 +26,7 @@ def finished(layer: Layer) -> Layer:
     return layer
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(("intermediate", "ranks", "channels"), [(512, 2, 256), (320, 2, 256), (96, 1, 128)])
 def test_ranks_hold_their_part(intermediate, ranks, channels):
     checkpoint = with_biases({}, intermediate)
@@ -57,6 +56,7 @@ def test_a_missing_bias_is_noticed(workspaces, missing):
         finished(Layer(INTERMEDIATE, 1, 0, moe=MOE).load(tensors))
 
 
+@pytest.mark.seam
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
