@@ -228,12 +228,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
     const Cluster cluster{shared.parts(), shared.received(0), splits, share.split, tokens};
-    const ExpertIds router{ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts};
     ExpertList& list = list_at(SharedMemory::offset<List>());
     int warp = warp_uniform(threadIdx.x / kWarp);
     if (warp == kWeightWarp) {
         if (lane_of_warp() == 0) prefetch(&w_map);
-        list_experts(router, list);
+        list_experts({ids, expert_map, ids_64, shared_expert, tokens * topk, topk, routed_experts, num_experts}, list);
     }
     if (threadIdx.x == 0) cluster.init();
     init_weights(shared.at<WeightTables>(0));
@@ -251,6 +250,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         Ring<kStages> ring;
         clear(biases);
         if constexpr (kBias) {  // while gate_up_small_batch runs; once for the cluster
+            const ExpertIds router{ids,           expert_map, ids_64,         shared_expert,
+                                   tokens * topk, topk,       routed_experts, num_experts};
             const WeightedBiases<kTokens> weighted{bias, hidden, topk_weights, routed_scale, router};
             if (share.split == 0) weighted.load(share.channel + warp / 4 * 64, tokens, biases);
         }

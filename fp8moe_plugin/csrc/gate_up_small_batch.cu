@@ -5,7 +5,6 @@
 // expert matters only in the epilogue. The thread blocks of a cluster share a tile, with a part of K each. Each block
 // sends its sums of a token to the shared memory of the block that finishes the token, where they are added up in the
 // order of the blocks, while the next tile is multiplied.
-//
 // Roles: two math warpgroups, for the rows of the gate and of the up projection, or for 64 channels each where chunks
 // have both; a warp that loads weights; a warp for each token that the block finishes.
 //
@@ -17,7 +16,6 @@
 //                   for the shared expert; kAbsent for a token that does not have the expert
 //       tokens_written  int32 [experts listed, I / 128], number of tokens with results in memory, per tile
 // UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
-//
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
 // writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
 #include "epilogue/swiglu_token.cuh"
@@ -225,8 +223,10 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
-        const ChannelValues values(w_scales, out.bias, list.experts[tile / groups], size.intermediate,
-                                   tile % groups * kBlockI);
+        const ChannelValues values(w_scales, out.bias, [&](int i) {
+            int channel = channel_of_lane(tile % groups * kBlockI, lane, i % 4);
+            return (list.experts[tile / groups] * 2 + i / 4) * size.intermediate + channel;
+        });
         if (lane == 0) barrier_arrive_expect(received, kCluster * 2 * Sums<1>::kBytes);
         barrier_wait(received, phase);
         uint2 value = any ? activated(shared, finished, values, out.activation) : make_uint2(0, 0);

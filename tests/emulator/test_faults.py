@@ -971,9 +971,9 @@ FAULTS = {
         "AssertionError",
     ),
     "the up projection of a small batch has the scales of the gate": Fault(
-        "mma/gate_up_rows.cuh",
-        "(expert * 2 + i / 4) * intermediate",
-        "expert * 2 * intermediate",
+        "gate_up_small_batch.cu",
+        "* 2 + i / 4) * size.intermediate",
+        "* 2) * size.intermediate",
         scales_of_small_batch,
         "AssertionError",
         multiprocessors=CLUSTERS,

@@ -46,27 +46,19 @@ DEVICE int place_of_sums(int lane) {
     return kStoredPaired ? (warp * 4 + lane / 8) * 16 : (warp % 4 * 8 + lane / 4) * 16;
 }
 
-// The scales and the biases of the lane's four channels, gate first. `first`: the channel with which their group
-// begins.
+// The scales and the biases of the lane's four channels, gate first: those of row(i).
 struct ChannelValues {
     RowScales<2 * 4> scales;
     RowBiases<2 * 4> biases;
-    DEVICE ChannelValues(const WeightScale* scales, const float* biases, int expert, int intermediate, int first)
-        : ChannelValues(scales, biases, [=](int i) {
-              int channel = first + channel_of_lane(lane_of_warp(), i % 4);
-              return (expert * 2 + i / 4) * intermediate + channel;
-          }) {}
-
-   private:
     template <class Row>
     DEVICE ChannelValues(const WeightScale* scales, const float* biases, Row row)
         : scales(scales, row), biases(biases, row) {}
-    // Of chunks, the channels are two pairs of neighbouring ones.
-    DEVICE static int channel_of_lane(int lane, int i) {
-        if (!kStoredPaired) return lane * 4 + i;
-        return lane / 16 * 2 * kSlabChannels + lane % 16 * 2 + i / 2 * kSlabChannels + i % 2;
-    }
 };
+// Number i of these channels, in a group that begins with channel `first`: of chunks, they are two pairs of neighbours.
+DEVICE int channel_of_lane(int first, int lane, int i) {
+    if (!kStoredPaired) return first + lane * 4 + i;
+    return first + lane / 16 * 2 * kSlabChannels + lane % 16 * 2 + i / 2 * kSlabChannels + i % 2;
+}
 
 // The 16 bytes of a lane in both rows become its four channels of the gate and of the up projection.
 DEVICE void complete_sums(float4 (&half)[2], const ChannelValues& values) {
