@@ -57,7 +57,7 @@ def in_block_fp8(weights: ExpertWeights) -> ExpertWeights:
         q, scales = zip(*found, strict=True)
         return torch.stack(q), torch.stack(scales)
 
-    return ExpertWeights(*(recoded(*weight) for weight in weights))
+    return ExpertWeights(*(recoded(*weight) for weight in weights[:2]))
 
 
 def packed(weights: ExpertWeights) -> ExpertWeights:
@@ -71,7 +71,7 @@ def packed(weights: ExpertWeights) -> ExpertWeights:
         )
         return w, scales
 
-    w13, w2 = (empty(codes) for codes, _ in weights)
+    w13, w2 = (empty(codes) for codes, _ in weights[:2])
     for e in range(len(w2[0])):
         halves = zip(*(tensor[e].chunk(2) for tensor in weights.w13), strict=True)
         for half, (codes, exponents) in enumerate(halves):
@@ -90,7 +90,7 @@ def make_peers(
     names: Iterable[str], experts: Experts, weights: ExpertWeights, activation: Activation
 ) -> dict[str, Maker]:
     """Returns what makes the peers' layers. A peer that cannot convert the weights fails there."""
-    prepared = functools.cache(lambda: [humming.HummingGemm(humming.W4A8, weight) for weight in weights])
+    prepared = functools.cache(lambda: [humming.HummingGemm(humming.W4A8, weight) for weight in weights[:2]])
 
     def by_humming(layout: str, experts: Experts, _: ExpertWeights, tokens: int) -> Layer:
         return humming.humming_layer(prepared(), layout, experts, tokens, activation)
@@ -105,7 +105,7 @@ def _marlin(weights: ExpertWeights, activation: Activation) -> Maker:
     def prepared() -> tuple[torch.Tensor, ...]:
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_moe_mxfp4_layer_for_marlin
 
-        (w13, w13_exponents), (w2, w2_exponents) = weights
+        (w13, w13_exponents), (w2, w2_exponents) = weights.w13, weights.w2
         layer = SimpleNamespace(params_dtype=torch.bfloat16)
         tensors = prepare_moe_mxfp4_layer_for_marlin(layer, w13, w2, w13_exponents, w2_exponents, None, None)
         return tuple(tensors[:4])

@@ -79,7 +79,7 @@ def per_row_cast_to_fp8(w: torch.Tensor) -> Quantized:
 
 def widened(weights: ExpertWeights, intermediate: int) -> ExpertWeights:
     """Returns per-channel weights padded to `intermediate` channels, as our layers hold a share of other sizes."""
-    (w13, w13_scale), (w2, w2_scale) = weights
+    (w13, w13_scale), (w2, w2_scale) = weights.w13, weights.w2
     more = intermediate - w2.shape[2]
 
     def halves(tensor: torch.Tensor) -> torch.Tensor:
