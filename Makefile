@@ -27,8 +27,7 @@ cxx := $(wildcard fp8moe_plugin/csrc/*.cu fp8moe_plugin/csrc/*/*.cuh tests/emula
 # As many as a small machine has cores. All tests of a file run in the same worker, which builds their fixtures once.
 workers := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 faults := tests/engine $(addprefix tests/emulator/test_,faults.py mxfp4.py separated_lanes.py small_batch.py) \
-	$(wildcard tests/jit/test_faults*.py) tests/jit/test_operands_in_flight.py \
-	tests/checkpoint/test_fuzz.py tests/triton/test_compile.py \
+	$(wildcard tests/jit/test_faults*.py) tests/checkpoint/test_fuzz.py tests/triton/test_compile.py \
 	$(addprefix tests/warmup/test_,convert_kill.py interrupts.py streams.py)
 # The Python that serves with each engine.
 python_vllm := $(BIN)/python

@@ -60,8 +60,7 @@ struct Operands {
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
 };
 
-// ---- producer: a warp, or four, which take turns with the stages
-// -----------------------------------------------------
+// ---- producer: a warp, or four that take turns ----------------------------------------------------------------------
 
 // The loads of a tile's K blocks.
 struct TileLoads {

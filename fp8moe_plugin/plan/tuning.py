@@ -15,9 +15,9 @@ FEW_ROWS_PER_EXPERT = 40
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.
-# Measured: a layer of DeepSeek-V4-Flash takes 0.75 of the time in block FP8 with 24 rows per expert, 0.95 with 48 and
-# 1.49 with 96; an eighth of the channels 0.73, 0.94 and 1.16 ([078]).
-# Measure again: when the kernels for packed MXFP4 with many rows change.
+# Measured: a layer of DeepSeek-V4-Flash takes 0.75 of the time in block FP8 with 24 rows per expert, 0.98 with 48 and
+# 1.54 with 96; an eighth of the channels 0.73, 0.94 and 1.22 ([078]).
+# Measure again: when packed MXFP4 gets kernels for many rows; nothing between 48 and 96 rows was measured.
 MXFP4_ROWS_PER_EXPERT = 48
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of

@@ -36,7 +36,10 @@ struct WeightedBiases {
             weight[j] = begin + j < routed ? topk_weights[token * routed + begin + j] * routed_scale : 1.f;
         }
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) expert[j] = router.here(expert[j]);
+        for (int j = 0; j < kAtOnce; ++j) {
+            expert[j] = router.here(expert[j]);
+            if (expert[j] == kNoExpert) weight[j] = 0.f;  // even if it is NaN
+        }
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
