@@ -56,13 +56,6 @@ KEEP_B_UP_TO = 256
 # Measure again: when the bandwidth of either path changes by more than 1%.
 SMALL_BATCH_BYTES = 3 * 2**28
 
-# The same for weights that are decoded to registers (packed MXFP4).
-# Measured: DeepSeek-V4-Flash with 1, 2, 4 and 8 tokens takes 32.9, 54.6, 100.8 and 186.5 us, in the other kernels 36.8,
-# 55.3, 90.7 and 154.7; an eighth of the channels with 8, 12 and 16 tokens 32.4, 40.9 and 55.5, and 38.6, 43.5 and 52.7
-# ([078]).
-# Measure again: when the stages of the small-batch kernels change (`PACKED_SMALL_BATCH_STAGES`).
-PACKED_SMALL_BATCH_BYTES = 2**27
-
 # The fewest K blocks per block of gate_up_small_batch in a batch of 9 to 16 tokens.
 # Measured: Qwen3 (hidden 2048) with clusters of eight, two K blocks per block, was slower than five launches at 12
 # and 16 tokens; with clusters of four, four K blocks, it is faster ([021], [022]).

@@ -2,7 +2,6 @@
 
 import pytest
 
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
@@ -80,14 +79,10 @@ def test_small_batch_kernels_share_a_multiprocessor(kind, weights):
         assert sum(key.threads for key in pair) <= 2048
 
 
-@pytest.mark.parametrize(
-    ("intermediate", "weights", "most"),
-    [(2048, FP8_BLOCK, 5), (2048, PACKED_MXFP4, 1), (256, PACKED_MXFP4, 13)],
-)
-def test_packed_weights_are_streamed_sooner(intermediate, weights, most):
-    spec = LayerSpec(MoeShape(6, 4096, intermediate, 256, 256), weights=weights)
-    assert isinstance(plan_layer(spec, most), SmallBatchStep)
-    assert isinstance(plan_layer(spec, most + 1), SortedStep)
+def test_packed_weights_have_no_small_batches():
+    shape = MoeShape(6, 4096, 2048, 256, 256)
+    assert isinstance(plan_layer(LayerSpec(shape), 5), SmallBatchStep)
+    assert isinstance(plan_layer(LayerSpec(shape, weights=PACKED_MXFP4), 1), SortedStep)
 
 
 @pytest.mark.parametrize("change", [{"further_steps": (0, 1)}, {"further_steps": (2, 0)}, {"batch_invariant": True}])

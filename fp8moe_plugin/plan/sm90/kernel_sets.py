@@ -84,16 +84,12 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
 
 
 def _only_few_rows_kernels(spec: LayerSpec) -> KernelSet:
-    """Returns the kernels of a layer whose larger steps all take the kernels for few rows."""
-    return (
-        {
-            grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 of experts in {spec.weights.name}",
-            gate_up_few_rows_key(spec): f"GEMM 1 of experts in {spec.weights.name}, and SwiGLU",
-            quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
-        }
-        | _small_batch_kernels(spec)
-        | _routing_kernels(spec)
-    )
+    """Returns the kernels of a layer whose steps all take those for few rows."""
+    return {
+        grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 of experts in {spec.weights.name}",
+        gate_up_few_rows_key(spec): f"GEMM 1 of experts in {spec.weights.name}, and SwiGLU",
+        quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them",
+    } | _routing_kernels(spec)
 
 
 def _small_batch_kernels(spec: LayerSpec) -> KernelSet:

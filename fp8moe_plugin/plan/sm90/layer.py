@@ -46,7 +46,6 @@ from fp8moe_plugin.plan.tuning import (
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
-    PACKED_SMALL_BATCH_BYTES,
     SMALL_BATCH_BYTES,
     SPARE_MULTIPROCESSORS,
     SPLIT_BYTES,
@@ -131,15 +130,15 @@ def small_batch_tokens(spec: LayerSpec, tokens: int) -> int:
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
     many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
-    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps.
+    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, and with packed
+    MXFP4 one of 4,500 repeats on a GPU had other bits, for a reason that is not found yet.
     """
     topk, hidden, intermediate, local_experts, global_experts = spec.shape
     pairs = tokens * topk
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
-    most_bytes = PACKED_SMALL_BATCH_BYTES if spec.weights in FEW_ROWS_ONLY else SMALL_BATCH_BYTES
-    if nbytes * pairs * local_experts / global_experts > most_bytes:
+    if nbytes * pairs * local_experts / global_experts > SMALL_BATCH_BYTES or spec.weights in FEW_ROWS_ONLY:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
     if tokens <= fewer:
