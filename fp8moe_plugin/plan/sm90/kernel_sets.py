@@ -52,8 +52,8 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, **of_w2) for keep in (False, True))
     gemms = {
         gate_up_key(spec, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
-        f"steps of more than {_few(spec)} tokens: prefill; and of batched experts",
-        down: f"GEMM 2 of the experts in steps of more than {_few(spec)} tokens, and dense GEMMs: prefill",
+        f"steps of more than {few_rows_tokens(spec)} tokens: prefill; and of batched experts",
+        down: f"GEMM 2 of the experts in steps of more than {few_rows_tokens(spec)} tokens, and dense GEMMs: prefill",
         down_keeps_b: f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of {EARLY_BELOW} or more tokens "
         "per expert",
     }
@@ -65,13 +65,9 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     return gemms | _routing_kernels(spec)
 
 
-def _few(spec: LayerSpec) -> int:
-    return few_rows_tokens(spec)
-
-
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the GEMMs that gather their tokens, and their quantization."""
-    few = _few(spec)
+    few = few_rows_tokens(spec)
     return {
         grouped_gemm_few_rows_key(
             spec.weights, spec.bias
