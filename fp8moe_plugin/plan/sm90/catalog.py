@@ -23,7 +23,7 @@ WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {
     FP8_CHANNEL: (("FP8_CHANNEL", 1),),
     PACKED_MXFP4: (("MXFP4", 1),),
 }
-FEW_ROWS_ONLY = (PACKED_MXFP4,)  # formats without kernels for many rows, in place of which those for few rows run
+FEW_ROWS_ONLY = (PACKED_MXFP4,)  # formats without kernels for many rows; those for few rows run instead
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
@@ -36,7 +36,7 @@ SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
 # former, and the shared memory that they need. An SM has room for a block of each.
 SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
 SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
-# The same of packed MXFP4, of which a stage has a whole K block.
+# The same for packed MXFP4, where a stage holds a whole K block.
 PACKED_SMALL_BATCH_STAGES = {(8, 8): (5, 12), (16, 8): (4, 10), (16, 4): (4, 10)}
 PACKED_SMALL_BATCH_KIB = {(8, 8): (102, 123), (16, 8): (102, 118), (16, 4): (102, 118)}
 SMALL_BATCH_HIDDEN = SMALL_BATCH_K_BLOCKS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
