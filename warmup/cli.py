@@ -1,41 +1,28 @@
 """Runs the commands, with text on standard output and a report for `--json`."""
 
 import contextlib
-import errno
 import hashlib
-import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.errors import CacheError, Fp8MoeError, UnsupportedError
+from fp8moe_plugin.errors import CacheError, UnsupportedError
 from fp8moe_plugin.jit import cache, lookup, toolchain
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.spec import MoeShape
-from fp8moe_plugin.quoting import shell_word, shown
+from fp8moe_plugin.quoting import shell_word
 from warmup import interrupts, kernels, streams
+from warmup.failures import as_text, failure_reported, print_error
 from warmup.model import check_split, read_checkpoint, warn
 from warmup.options import STDOUT, Options, parse
 from warmup.report import BundleReport, Report, State
 from warmup.terminal import fit
 
 GOOD = (State.PRESENT, State.COMPILED)
-RESUMED = ("compile", "bundle", "convert")
-DISK_ADVICE = "Check the disk."
-ACCESS_ADVICE = "Check the permissions of the file and its folder."
-FILES_ADVICE = "Raise the limit of open files (ulimit -n)."
-PROCESS_ADVICE = "Raise the limits of memory and processes (ulimit -v, ulimit -u), or stop other programs."
-OTHER_ADVICE = "Check the file system, and the limits of this process (ulimit -a)."
-ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS), DISK_ADVICE),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), ACCESS_ADVICE),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), FILES_ADVICE),
-    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), PROCESS_ADVICE),
-}
+LIMIT_FAILED = 3  # exit status
 
 
 def run(arguments: list[str] | None) -> int:
@@ -43,54 +30,22 @@ def run(arguments: list[str] | None) -> int:
     try:
         Path.cwd()
     except OSError as error:
-        _print_error(f"The current folder cannot be used: {error.strerror}. Change to another folder.")
+        print_error(f"The current folder cannot be used: {error.strerror}. Change to another folder.")
         return 1
     options = parse(arguments)
     report = Report(command=options.command, parallel=str(options.parallel), arch=options.kernels)
     done = False
     alone = options.json == STDOUT  # only the report; texts go to the same stream as progress
-    with _failure_reported(report):
+    with failure_reported(report):
         with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
             done = RUN[options.command](options, report)
         streams.require_output()
     if options.json:
-        with _failure_reported(report):
+        with failure_reported(report):
             _write_report(report, options.json)
-    return 0 if done and report.error is None else 1
-
-
-@contextlib.contextmanager
-def _failure_reported(report: Report) -> Iterator[None]:
-    """Print an error or interrupt in the block instead of passing it on, and put the first one into the report."""
-    try:
-        with interrupts.raised(*interrupts.ENDING):
-            yield
-        return
-    except Fp8MoeError as error:
-        message = str(error)
-    except KeyboardInterrupt:
-        message = " ".join((interrupts.MESSAGE, *_what_is_kept(report)))
-    except OSError as error:
-        place = f": {as_text(error.filename)}" if error.filename else ""
-        message = f"{error.strerror or error}{place}. {ADVICE.get(error.errno or 0, OTHER_ADVICE)}"
-    except (ImportError, MemoryError) as error:  # a memory limit may cause either of them
-        message = f"{type(error).__name__}: {error}. Raise the memory limit (ulimit -v), or reinstall the package."
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            message = f"{report.command} needs PyTorch, which is not installed. Run it where the engine is installed."
-    report.error = report.error or message
-    _print_error(message)
-
-
-def _what_is_kept(report: Report) -> Iterator[str]:
-    """Yields messages about the remains of an interrupted command."""
-    if report.command in RESUMED:
-        yield "Finished work is kept; run the command again to continue."
-    elif report.compare:
-        yield "The table has what was measured until then; run again, it measures everything anew."
-
-
-def _print_error(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    if not done or report.error is not None:
+        return 1
+    return 0 if report.compare is None or report.compare.passed else LIMIT_FAILED
 
 
 def _write_report(report: Report, path: Path) -> None:
@@ -102,12 +57,6 @@ def _write_report(report: Report, path: Path) -> None:
         report.write(path)
     except OSError as error:
         raise UnsupportedError(f"{as_text(path)} cannot be written: {error.strerror}. Choose another file.") from error
-
-
-def as_text(name: str | bytes | Path) -> str:
-    """Returns a file name unchanged if it is printable, otherwise quoted to neutralize terminal control sequences."""
-    text = os.fsdecode(name)
-    return text if text.isprintable() else shown(text)
 
 
 def compile_kernels(options: Options, report: Report) -> bool:
@@ -237,12 +186,12 @@ def compare(options: Options, report: Report) -> bool:
     from fp8moe_plugin.compare.plot import plot
     from fp8moe_plugin.compare.result import table
     from warmup import compare as comparison
+    from warmup.compare_servers import prepare_servers
 
     model = _checked_model(options, report)
-    assert model
     if options.plot:
         check_plot(options.plot)
-    prepared = comparison.prepare(options, model)
+    prepared = comparison.prepare(options, model) if model else prepare_servers(options)
     report.compare = prepared.result
     try:
         comparison.run(prepared, _progress)

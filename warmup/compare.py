@@ -1,4 +1,7 @@
-"""`compare`: compares fp8moe on a checkpoint with vLLM's own fp8, and with BF16 if a twin is given, on this machine."""
+"""`compare`: compares fp8moe on a checkpoint with vLLM's own fp8, and with BF16 if a twin is given, on this machine.
+
+`compare_servers.py` has the comparison of two running servers.
+"""
 
 import datetime
 import hashlib
@@ -7,11 +10,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.checkpoint.model import read_model
@@ -20,6 +23,7 @@ from fp8moe_plugin.checkpoint.untrusted import read_regular
 from fp8moe_plugin.compare.cells import EAGER, Cell, graphs, longest
 from fp8moe_plugin.compare.engine import WINDOW, Engine
 from fp8moe_plugin.compare.intervals import Reading
+from fp8moe_plugin.compare.limits import MIN_SPEED, check_limits
 from fp8moe_plugin.compare.measure import Cells, measure
 from fp8moe_plugin.compare.process import EngineProcess
 from fp8moe_plugin.compare.result import BF16, FP8, CompareResult, EngineResult, compare_readings, verdict
@@ -45,9 +49,26 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"
 DEFAULT_TEXT = "Python's language reference (pydoc_data)"
 
 
-@dataclass(frozen=True)
-class Comparison:
+Say = Callable[[str], None]
+
+
+class Comparison(Protocol):
     """The inputs of a comparison, and its `result`, which is filled in while it runs."""
+
+    @property
+    def options(self) -> Options: ...
+    @property
+    def cells(self) -> Cells: ...
+    @property
+    def result(self) -> CompareResult: ...
+
+    def groups(self, say: Say, logs: Path) -> Iterator[dict[str, EngineProcess]]:
+        """Yields the engines that run at once, by their names. Their outputs go to `logs`."""
+
+
+@dataclass(frozen=True)
+class EngineComparison:
+    """A comparison of vLLM's engines on this machine."""
 
     options: Options
     model: Model
@@ -92,8 +113,17 @@ class Comparison:
         quantized = {engine.name: engine.name != BF16 for engine in self.result.engines}
         return {n: engine_bytes(self.model, parallel, STEP_TOKENS, fp8, cache) for n, fp8 in quantized.items()}
 
+    def groups(self, say: Say, logs: Path) -> Iterator[dict[str, EngineProcess]]:
+        result, needs = self.result, self.needs()
+        if result.gpu is None:
+            say(f"no GPU: {FP8} is left out, as vLLM's needs one (or AMX), and fp8moe runs its reference in PyTorch")
+        available = gpu_memory(self.options.parallel.ranks) if result.gpu else machine_memory()
+        result.in_turns = _fit_at_once(available, needs, say)
+        for names in [list(needs)] if result.in_turns else [[name] for name in needs]:
+            yield {name: _process(self, name, available.share(needs[name]), logs) for name in names}
 
-def prepare(options: Options, model: Model) -> Comparison:
+
+def prepare(options: Options, model: Model) -> EngineComparison:
     """Returns the comparison that a command line describes, with a result that has no figures yet.
 
     Raises:
@@ -106,7 +136,9 @@ def prepare(options: Options, model: Model) -> Comparison:
     for engine in installed_engines():
         if engine.name == "vLLM" and (fault := why_not_loaded(engine)):
             raise UnsupportedError(f"vLLM {engine.version} does not load the plugin: {fault}.")
-    gpu, text = _gpu(version, options.parallel.ranks), _text(options.text)
+    gpu, text = _gpu(version, options.parallel.ranks), text_of(options.text)
+    if gpu is None and options.min_speed is not None:
+        raise UnsupportedError(f"{MIN_SPEED} needs a GPU: times on a CPU say nothing about one. Leave it out.")
     _check_twin(options, model)
     result = CompareResult(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -123,10 +155,11 @@ def prepare(options: Options, model: Model) -> Comparison:
         prompt_tokens=PROMPT,
         engines=[EngineResult(name=name) for name in _names(gpu, options.bf16)],
     )
-    return Comparison(options, model, text, _cells(options.sequences, gpu), result)
+    rounds = (ROUNDS, MOST_ROUNDS) if gpu else (1, 1)  # times on a CPU are meaningless
+    return EngineComparison(options, model, text, cells_of(options.sequences, *rounds), result)
 
 
-def run(comparison: Comparison, progress: Callable[[str], None]) -> None:
+def run(comparison: Comparison, progress: Say) -> None:
     """Measure, and write the figures into the result. The output of engines is kept if one fails."""
     result, begin = comparison.result, time.monotonic()
 
@@ -135,25 +168,20 @@ def run(comparison: Comparison, progress: Callable[[str], None]) -> None:
 
     # Engines are killed at the end, and Python warns that it removes their semaphores.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
-    if result.gpu is None:
-        say(f"no GPU: {FP8} is left out, as vLLM's needs one (or AMX), and fp8moe runs its reference in PyTorch")
-    available = gpu_memory(comparison.options.parallel.ranks) if result.gpu else machine_memory()
-    needs = comparison.needs()
-    result.in_turns = _fit_at_once(available, needs, say)
     readings: dict[str, Reading] = {}
     logs = Path(tempfile.mkdtemp(prefix="fp8moe-compare-"))
     try:
-        for group in [list(needs)] if result.in_turns else [[name] for name in needs]:
-            processes = {name: _process(comparison, name, available.share(needs[name]), logs) for name in group}
+        for processes in comparison.groups(say, logs):
             measure(Engines(processes, TIMEOUT_S, say), comparison.cells, result, readings)
     finally:
         if not any(engine.log for engine in result.engines):
             shutil.rmtree(logs)
         compare_readings(result, readings)
         result.verdict = verdict(result)
+        result.limits = check_limits(result, comparison.options.max_kl, comparison.options.min_speed)
 
 
-def _fit_at_once(available: DeviceMemory, needs: dict[str, int], progress: Callable[[str], None]) -> bool:
+def _fit_at_once(available: DeviceMemory, needs: dict[str, int], progress: Say) -> bool:
     if available.holds(needs.values()):
         return True
     numbers = " + ".join(f"{need / 1e9:.1f}" for need in needs.values())
@@ -162,7 +190,7 @@ def _fit_at_once(available: DeviceMemory, needs: dict[str, int], progress: Calla
     return False
 
 
-def _process(comparison: Comparison, name: str, share: float, logs: Path) -> EngineProcess:
+def _process(comparison: EngineComparison, name: str, share: float, logs: Path) -> EngineProcess:
     arguments = comparison.arguments(name, share, comparison.cache())
     environment = {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
     make = partial(Engine, arguments, comparison.text, comparison.cells.all)
@@ -191,13 +219,13 @@ def _names(gpu: str | None, twin: str | None) -> tuple[str, ...]:
     return (OURS, *([FP8] if gpu else []), *([BF16] if twin else []))
 
 
-def _cells(sequences: tuple[int, ...], gpu: str | None) -> Cells:
+def cells_of(sequences: tuple[int, ...], rounds: int = ROUNDS, most_rounds: int = MOST_ROUNDS) -> Cells:
     decode = tuple(Cell(f"decode {count}", count, 0) for count in sequences)
-    rounds = (ROUNDS, MOST_ROUNDS) if gpu else (1, 1)  # times on a CPU are meaningless
-    return Cells(Cell("first token", 1, PROMPT), decode, *rounds)
+    return Cells(Cell("first token", 1, PROMPT), decode, rounds, most_rounds)
 
 
-def _text(path: Path | None) -> str:
+def text_of(path: Path | None) -> str:
+    """Returns the text of a file, or the default. Raises `UnsupportedError` if there is none, or it is too short."""
     if path is None:
         try:
             from pydoc_data.topics import topics

@@ -30,6 +30,7 @@ OF_SGLANG = (
     "tp_size", "pp_size", "dp_size", "enable_dp_attention", "moe_dense_tp_size", "ep_size", "context_length",
     "chunked_prefill_size", "cuda_graph_bs_decode",
 )  # fmt: skip
+OF_COMPARE = ("bf16", "text", "sequences", "url", "baseline", "max_kl", "min_speed")
 SIZES = ("tokens", "cudagraph_capture_sizes", "cuda_graph_bs_decode")
 
 
@@ -52,6 +53,10 @@ class Options:
     bf16: str | None
     text: Path | None
     sequences: tuple[int, ...]
+    url: str | None
+    baseline: str | None
+    max_kl: float | None
+    min_speed: float | None
     kernels: str  # the kernels' target: a Triton target if a GPU is named, else SM90
 
 
@@ -60,7 +65,7 @@ def parse(arguments: list[str] | None) -> Options:
     main, commands = parsers()
     # Options that a command does not have are None.
     unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus", "kernels"))
-    main.set_defaults(**unset, gpu_memory_utilization=None, kv_cache_dtype=None, bf16=None, text=None, sequences=None)
+    main.set_defaults(**unset, **dict.fromkeys(OF_COMPARE), gpu_memory_utilization=None, kv_cache_dtype=None)
     given, unknown = main.parse_known_args(with_command(arguments))
     parser = commands[given.command]
     if unknown:
@@ -88,6 +93,10 @@ def parse(arguments: list[str] | None) -> Options:
         bf16=given.bf16,
         text=given.text,
         sequences=tuple(sorted(set(given.sequences or ()))),
+        url=given.url,
+        baseline=given.baseline,
+        max_kl=given.max_kl,
+        min_speed=given.min_speed,
         kernels=TRITON_GPUS.get(given.kernels, SM90),
     )
 
@@ -114,7 +123,9 @@ def _target(parser: Parser, given: argparse.Namespace, max_tokens: int, parallel
 
 
 def _check(parser: Parser, given: argparse.Namespace) -> None:
-    if given.model == "" or (given.model is None and given.command in ("explain", "bench", "compare", "convert")):
+    if given.command == "compare":
+        _check_compare(parser, given)
+    elif given.model == "" or (given.model is None and given.command in ("explain", "bench", "convert")):
         parser.error(f"{given.command} needs a --model")
     _check_engine(parser, given)
     if given.command == "convert":
@@ -129,6 +140,18 @@ def _check(parser: Parser, given: argparse.Namespace) -> None:
         if (number := len(getattr(given, option))) > MAX_CAPTURE_SIZES:
             parser.error(f"{_name(option)} accepts at most {MAX_CAPTURE_SIZES} sizes, not {number}")
     _check_files(parser, given)
+
+
+def _check_compare(parser: Parser, given: argparse.Namespace) -> None:
+    if not given.url and not given.baseline:
+        if not given.model:
+            parser.error("compare needs a --model, or --url and --baseline")
+        return
+    if not given.url or not given.baseline:
+        parser.error("--url and --baseline are two servers: give both")
+    of_engines = ("model", "revision", "download_dir", "trust_remote_code", "bf16", "tp", "enable_expert_parallel")
+    for option in (option for option in of_engines if getattr(given, option)):
+        parser.error(f"{_name(option)} is of engines that compare starts, and --url of running servers. Leave one out")
 
 
 def _name(option: str) -> str:

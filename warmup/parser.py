@@ -20,7 +20,7 @@ COMMANDS = {
     "bundle": "compile what is missing, and write all kernels to one archive for FP8MOE_BUNDLE",
     "doctor": "check the cache, versions, settings, GPU and model, and show what serving would refuse",
     "bench": "time the layer against vLLM's backends; needs a Hopper GPU and vLLM",
-    "compare": "compare this checkpoint with vLLM's own fp8 on this machine: what it says about a text, and how fast",
+    "compare": "compare a checkpoint with vLLM's own fp8, or two running servers: accuracy and speed, against limits",
     "convert": "convert an unquantized checkpoint to block FP8, with the bytes of quantizing it at load time",
 }
 EXAMPLES = {
@@ -35,10 +35,16 @@ EXAMPLES = {
     "bundle": ["bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar"],
     "doctor": ["doctor --model /models/DeepSeek-V3 --tp 8", "doctor --json -    # for a support ticket"],
     "bench": ["bench --model /models/DeepSeek-V3 --tp 8 --plot layer.svg"],
-    "compare": ["compare --model Qwen/Qwen3-30B-A3B-FP8 --bf16 Qwen/Qwen3-30B-A3B --plot compare.svg"],
+    "compare": [
+        "compare --model Qwen/Qwen3-30B-A3B-FP8 --bf16 Qwen/Qwen3-30B-A3B --plot compare.svg",
+        "compare --url http://canary:8000 --baseline http://stable:8000 --max-kl 0.01 --min-speed 0.95",
+    ],
     "convert": ["convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8"],
 }
-STATUS = "exit status: 0 success, 1 something failed or is not supported, 2 invalid command line"
+STATUS = (
+    "exit status: 0 success, 1 something failed or is not supported, 2 invalid command line,\n"
+    "3 a limit of compare is not met"
+)
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh", "tcsh")
 HUB = """
@@ -160,7 +166,8 @@ def _add_compare(parser: Parser) -> None:
         "machine: log-probabilities of a text (KL divergence, most likely tokens, perplexity), time to\n"
         "first token, tokens per second, time to ready. Loads the weights, which vLLM downloads from\n"
         "the hub, with a process per engine, and takes minutes. Engines take turns if the weights of\n"
-        "all fit into the GPU, else they run one after the other."
+        "all fit into the GPU, else they run one after the other. With --url, it compares two servers\n"
+        "instead. An interrupted comparison does not resume: another run measures everything anew."
     )
     parser.add_argument("--bf16", metavar="TWIN", help="the same model unquantized, as folder or id on the hub")
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to read (default: Python's language reference)")
@@ -169,6 +176,16 @@ def _add_compare(parser: Parser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures (.png or .svg)")
     parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, metavar="N", help="as in vLLM; default: 1")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="as in vLLM")
+    about = "running servers of vLLM or SGLang, on any machine; needs neither an engine nor a GPU here"
+    servers = parser.add_argument_group("two servers instead of a --model", about)
+    servers.add_argument("--url", type=_url, metavar="URL", help="server to check, such as http://canary:8000")
+    servers.add_argument("--baseline", type=_url, metavar="URL", help="server to compare it with")
+    about = "met if all of the 95% interval is within the limit; otherwise, the exit status is 3"
+    limits = parser.add_argument_group("limits", about)
+    kl = "most KL divergence from BF16, or else from vLLM's fp8, or from the baseline"
+    limits.add_argument("--max-kl", type=_positive, metavar="NATS", help=kl)
+    speed = "least speed of the first token and of each number of sequences, over vLLM's fp8 or the baseline"
+    limits.add_argument("--min-speed", type=_positive, metavar="RATIO", help=speed)
 
 
 def _add_convert(parser: Parser) -> None:
@@ -252,10 +269,20 @@ def _few(text: str) -> int:
 
 
 def _share(text: str) -> float:
+    return _positive(text, 1, "a number above 0 and up to 1")
+
+
+def _positive(text: str, most: float = float(MAX_COUNT), what: str = "a number above 0") -> float:
     try:
-        share = float(text)
+        number = float(text)
     except ValueError:
-        share = 0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
-    return share
+        number = 0
+    if not 0 < number <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return number
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")) or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://canary:8000")
+    return text

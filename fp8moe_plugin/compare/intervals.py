@@ -43,12 +43,15 @@ def bootstrap(values: Floats) -> Interval:
     return _interval(values.mean(), _samples(values).mean(1))
 
 
-def median_time(rounds_ms: list[float]) -> Interval:
-    return _interval(np.median(rounds_ms), _medians(rounds_ms))
+def median_time(rounds_ms: list[float]) -> Interval | None:
+    """Returns the median, or None for one round, which has no interval."""
+    return _interval(np.median(rounds_ms), _medians(rounds_ms)) if len(rounds_ms) > 1 else None
 
 
-def speedup(rounds_ms: list[float], others_ms: list[float]) -> Interval:
-    """Returns the speedup of the first over the second, by their medians."""
+def speedup(rounds_ms: list[float], others_ms: list[float]) -> Interval | None:
+    """Returns the speedup of the first over the second, by their medians, or None if either has one round."""
+    if min(len(rounds_ms), len(others_ms)) < 2:
+        return None
     drawn = _medians(others_ms, seed=1) / _medians(rounds_ms)
     return _interval(np.median(others_ms) / np.median(rounds_ms), drawn)
 

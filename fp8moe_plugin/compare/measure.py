@@ -40,7 +40,8 @@ def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dic
     """
     results = {engine.name: engine for engine in result.engines if engine.name in engines.names}
     logs = {name: process.log for name, process in engines.processes.items()}
-    engines.progress(f"starting {', '.join(results)}; their output is in {', '.join(map(str, logs.values()))}")
+    verb = "asking" if result.servers else "starting"
+    engines.progress(f"{verb} {', '.join(results)}; their output is in {', '.join(map(str, logs.values()))}")
     try:
         engines.start()
         for name in list(engines.names):

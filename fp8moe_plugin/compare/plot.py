@@ -30,10 +30,16 @@ def plot(result: CompareResult, path: Path) -> None:
     _divergence(apart, result, colours)
     seconds = {engine.name: engine.ready_s for engine in result.engines if engine.ready_s is not None}
     _bars(ready, "Time to ready, s" + "\n(started together)" * bool(result.in_turns), seconds, colours)
-    name = shown_text(result.model.rstrip("/").rpartition("/")[2])
-    figure.suptitle(f"{name}, vLLM {result.vllm}, {result.gpu or 'CPU: times say nothing about a GPU'}")
+    figure.suptitle(_title(result))
     with rc_context({"svg.hashsalt": "compare"}):  # so that the same result gives the same file
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _title(result: CompareResult) -> str:
+    if result.model is None:
+        return ", ".join(f"{engine.name} {shown_text(engine.url)}" for engine in result.engines)
+    name = shown_text(result.model.rstrip("/").rpartition("/")[2])
+    return f"{name}, vLLM {result.vllm}, {result.gpu or 'CPU: times say nothing about a GPU'}"
 
 
 def _rates(axes: Any, result: CompareResult, colours: dict[str, str]) -> None:

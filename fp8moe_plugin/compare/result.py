@@ -1,7 +1,9 @@
 """The result of `fp8moe-warmup compare`, as a table and as one line. Needs neither torch nor vLLM."""
 
 import statistics
+import textwrap
 from collections.abc import Iterator
+from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,7 +22,8 @@ from fp8moe_plugin.compare.intervals import (
 from fp8moe_plugin.quoting import shown_text
 
 FP8, BF16 = "fp8", "bf16"
-LABEL, WIDTH = 36, 20  # characters of the columns of the table
+CANDIDATE, BASELINE = "candidate", "baseline"  # two running servers
+LABEL, WIDTH, TEXT_WIDTH = 36, 20, 96  # characters of the columns of the table, and of lines of text
 NONE = "-"
 
 
@@ -39,6 +42,7 @@ class EngineResult(Part):
     """The result of one engine. After an `error` it has the earlier measurements; the others are None or empty."""
 
     name: str
+    url: str | None = None  # of a running server
     ready_s: float | None = None
     reading_s: float | None = None
     perplexity: float | None = None
@@ -52,15 +56,36 @@ class EngineResult(Part):
     log: str | None = None  # its output, kept if it failed
 
 
+class Outcome(StrEnum):
+    MET = "met"
+    NOT_MET = "NOT MET"
+    NOT_SHOWN = "NOT SHOWN"  # the interval contains the limit
+    NOT_MEASURED = "NOT MEASURED"  # or in one round, which has no interval
+
+
+class Limit(Part):
+    """A figure and its limit, which is met if all of the 95% interval is on the right side."""
+
+    option: str
+    limit: float
+    figure: str
+    found: Interval | None
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        found = self.found and f": {self.found.value:.3g} [{self.found.low:.3g}, {self.found.high:.3g}]"
+        return f"{self.option} {self.limit:g} {self.outcome}: {self.figure}{found or ''}"
+
+
 class CompareResult(Part):
-    """Engines on one checkpoint and one machine; the others' readings are compared with that of `reference`."""
+    """Engines on one checkpoint and one machine, or two servers; readings are compared with that of `reference`."""
 
     date: str  # UTC, ISO 8601
-    gpu: str | None  # None on a CPU, where the times say nothing about a GPU
-    vllm: str
-    model: str
+    gpu: str | None  # None on a CPU, where the times say nothing about a GPU, and of servers
+    vllm: str | None  # None of servers
+    model: str | None  # None of servers
     twin: str | None  # the checkpoint of the engine `bf16`
-    parallel: str
+    parallel: str | None  # None of servers
     text: str
     text_sha256: str
     windows: int | None = None
@@ -73,17 +98,36 @@ class CompareResult(Part):
     engines: list[EngineResult]
     divergence_over_fp8: Interval | None = None  # ours minus that of vLLM's fp8, both from BF16
     verdict: str = ""
+    limits: list[Limit] = []
 
     def engine(self, name: str) -> EngineResult | None:
         """Returns the engine of this name, if it is compared and has not failed."""
         return next((engine for engine in self.engines if engine.name == name and not engine.error), None)
 
+    @property
+    def servers(self) -> bool:
+        return self.ours.url is not None
+
+    @property
+    def ours(self) -> EngineResult:
+        """Returns the engine that is compared with the others."""
+        return next(engine for engine in self.engines if engine.name in (OURS, CANDIDATE))
+
+    @property
+    def peer(self) -> EngineResult | None:
+        """Returns the engine whose speed is compared with that of the first."""
+        return self.engine(FP8) or self.engine(BF16) or self.engine(BASELINE)
+
+    @property
+    def passed(self) -> bool:
+        return all(limit.outcome == Outcome.MET for limit in self.limits)
+
 
 def compare_readings(result: CompareResult, readings: dict[str, Reading]) -> None:
-    """Fill in the comparison of each engine's reading with BF16, or with vLLM's fp8 without a twin."""
-    result.reference = next((name for name in (BF16, FP8) if name in readings), None)
+    """Fill in the comparison of each engine's reading with BF16, else with vLLM's fp8, or with the baseline."""
+    result.reference = next((name for name in (BF16, FP8, BASELINE) if name in readings), None)
     for name, reading in readings.items():
-        result.windows = len(reading.windows)
+        result.windows, result.window_tokens = reading.windows.shape
         engine = next(engine for engine in result.engines if engine.name == name)
         engine.perplexity = perplexity(reading)
         if result.reference is None or name == result.reference:
@@ -111,7 +155,8 @@ def table(result: CompareResult) -> str:
     lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
     failed = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.log]
     failed += [f"{e.name}: {e.error}" for e in result.engines if e.error and not e.log]
-    return "\n".join([*_about(result), "", *lines, "", *failed, *_unknown_text(result), result.verdict])
+    limits = [*map(str, result.limits), f"Limits: {'passed' if result.passed else 'FAILED'}"] if result.limits else []
+    return "\n".join([*_about(result), "", *lines, "", *failed, *_unknown_text(result), result.verdict, *limits])
 
 
 def _unknown_text(result: CompareResult) -> list[str]:
@@ -128,7 +173,9 @@ def _unknown_text(result: CompareResult) -> list[str]:
 def _about(result: CompareResult) -> list[str]:
     where = result.gpu or "a CPU: the times say nothing about a GPU"
     turns = "all at once, timed in turns" if result.in_turns else "one after the other"
-    lines = [f"{shown_text(result.model)} on {where}, vLLM {result.vllm}; {turns}"]
+    lines = [f"{shown_text(result.model or '')} on {where}, vLLM {result.vllm}; {turns}"]
+    if result.servers:
+        lines = [f"{engine.name}: {shown_text(engine.url or '')}" for engine in result.engines]
     if result.windows:
         read = f"{result.windows} windows of {result.window_tokens} tokens"
         lines.append(f"Text: {shown_text(result.text)}, {read}")
@@ -145,11 +192,11 @@ def _figures(result: CompareResult) -> Iterator[Row]:
     yield from _intervals(f"  over {reference}, %", "+.3f", [engine.perplexity_percent for engine in engines])
     yield from _intervals(f"KL from {reference}, nats per token", ".5f", [engine.divergence for engine in engines])
     yield from _intervals(f"same most likely token as {reference}", ".2%", [engine.same_token for engine in engines])
-    first = f"first token of {result.prompt_tokens:,}, ms"
-    yield from _intervals(first, ".2f", [_milliseconds(engine.first_token_ms) for engine in engines])
+    first = f"first token of {'about ' * result.servers}{result.prompt_tokens:,}, ms"
+    yield from _timings(first, ".2f", [engine.first_token_ms for engine in engines])
     for count in sorted({count for engine in engines for count in engine.tokens_per_s}):
         label = f"tokens/s, {count} sequence{'s' * (count > 1)}"
-        yield from _intervals(label, ",.0f", [_tokens_per_s(engine, count) for engine in engines])
+        yield from _timings(label, ",.0f", [engine.tokens_per_s.get(count) for engine in engines], 1e3 * count)
     ready = "ready, s" + " (started together)" * bool(result.in_turns)
     yield ready, [_number(engine.ready_s, ".1f") for engine in engines]
 
@@ -160,14 +207,12 @@ def _intervals(label: str, form: str, found: list[Interval | None]) -> Iterator[
     yield "", [NONE if of is None else f"[{of.low:{form}}, {of.high:{form}}]" for of in found]
 
 
-def _milliseconds(found: Timing | None) -> Interval | None:
-    return median_time(found.rounds_ms) if found else None
-
-
-def _tokens_per_s(engine: EngineResult, count: int) -> Interval | None:
-    found = _milliseconds(engine.tokens_per_s.get(count))
-    rate = 1e3 * count
-    return Interval(value=rate / found.value, low=rate / found.high, high=rate / found.low) if found else None
+def _timings(label: str, form: str, found: list[Timing | None], rate: float | None = None) -> Iterator[Row]:
+    """Yields a row of values, and one of their intervals of several rounds: of times, or of `rate` / time."""
+    yield label, [_number(None if of is None else of.value, form) for of in found]
+    ends = [None if of is None else median_time(of.rounds_ms) for of in found]
+    pairs = [of and ((rate / of.high, rate / of.low) if rate else (of.low, of.high)) for of in ends]
+    yield "", [f"[{of[0]:{form}}, {of[1]:{form}}]" if of else NONE for of in pairs]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -175,45 +220,44 @@ def _number(value: float | None, form: str) -> str:
 
 
 def verdict(result: CompareResult) -> str:
-    """Returns one line: our reading of the text and our speed compared with vLLM's fp8 or BF16."""
-    ours = result.engine(OURS)
-    if ours is None:
-        return f"Verdict: none, as {OURS} has failed."
-    peer = result.engine(FP8) or result.engine(BF16)
+    """Returns a line each about accuracy, speed and start of the first engine, relative to the others."""
+    ours, peer = result.ours, result.peer
+    if ours.error:
+        return f"Verdict: none, as {ours.name} has failed."
     if peer is None:
-        return f"Verdict: none, as {OURS} answers, but no other engine does."
-    parts = [*_accuracy(result, ours), *(_speed(ours, peer) if result.gpu else [])]
-    return f"Verdict: {'; '.join(parts) or 'nothing was measured'}."
+        return f"Verdict: none, as {ours.name} answers, but no other engine does."
+    timed = result.gpu or result.servers
+    return "\n".join([*_accuracy(result, ours), *(_speed(ours, peer) if timed else [])]) or "Nothing was measured."
 
 
-def _accuracy(result: CompareResult, ours: EngineResult) -> list[str]:
+def _accuracy(result: CompareResult, ours: EngineResult) -> Iterator[str]:
     if ours.divergence is None or ours.same_token is None:
-        return []
-    kl, same = f"{ours.divergence.value:#.2g}", f"{ours.same_token.value:.1%}"
-    over, peer = result.divergence_over_fp8, result.engine(FP8)
-    if over is None or peer is None or peer.divergence is None or peer.same_token is None:
-        apart = f"KL divergence of {OURS} from {result.reference} {kl} nats per token"
-        return [apart, f"same most likely token at {same} of positions"]
-    word = f"{OURS} is closer" if over.high < 0 else f"{FP8} is closer" if over.low > 0 else "no difference shown"
-    apart = f"KL divergence from {result.reference} {kl} nats per token, {FP8} {peer.divergence.value:#.2g} ({word})"
-    return [apart, f"same most likely token at {same} of positions, {FP8} {peer.same_token.value:.1%}"]
+        return
+    same, kl = f"{ours.same_token.value:.1%}", f"{ours.divergence.value:#.2g}"
+    over, peer, word = result.divergence_over_fp8, result.engine(FP8), ""
+    if over and peer and peer.divergence and peer.same_token:
+        same, kl = f"{same} ({FP8}: {peer.same_token.value:.1%})", f"{kl} ({FP8}: {peer.divergence.value:#.2g})"
+        closer = ours.name if over.high < 0 else FP8 if over.low > 0 else None
+        word = f"; {closer} is closer" if closer else "; the two differ by no more than chance"
+    yield f"Accuracy: {ours.name} predicts the same token as {result.reference} at {same} of positions."
+    yield f"  Its probabilities differ (KL divergence) by {kl} nats per token{word}."
 
 
-def _speed(ours: EngineResult, peer: EngineResult) -> list[str]:
-    parts = []
+def _speed(ours: EngineResult, peer: EngineResult) -> Iterator[str]:
     if ours.first_token_ms and peer.first_token_ms:
-        parts.append(f"first token {_times(ours.first_token_ms, peer.first_token_ms, 'as fast as ' + peer.name)}")
-    ratios: list[str] = []
-    for count in (n for n in ours.tokens_per_s if n in peer.tokens_per_s):
-        what = f"with {count}" if ratios else f"its tokens per second with {count}"
-        ratios.append(_times(ours.tokens_per_s[count], peer.tokens_per_s[count], what))
+        yield f"Speed: first token {_times(ours.first_token_ms, peer.first_token_ms)} as fast as {peer.name}."
+    counts = [count for count in ours.tokens_per_s if count in peer.tokens_per_s]
+    ratios = [f"{_times(ours.tokens_per_s[count], peer.tokens_per_s[count])} with {count}" for count in counts]
     if ratios:
-        parts.append(f"{', '.join(ratios)} sequences")
+        text = f"Tokens per second, by the number of sequences: {', '.join(ratios)}."
+        yield textwrap.fill(text, TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")
     if ours.ready_s and peer.ready_s:
-        parts.append(f"ready after {ours.ready_s:.0f} s, {peer.name} {peer.ready_s:.0f} s")
-    return parts
+        yield f"Start: ready after {ours.ready_s:.0f} s, {peer.name} after {peer.ready_s:.0f} s."
 
 
-def _times(ours: Timing, peer: Timing, what: str) -> str:
+def _times(ours: Timing, peer: Timing) -> str:
+    """Returns the speedup, marked with what a reader must not conclude from it."""
+    value = statistics.median(peer.rounds_ms) / statistics.median(ours.rounds_ms)
     found = speedup(ours.rounds_ms, peer.rounds_ms)
-    return f"{found.value:.2f} times {what}" + " (no difference shown)" * (found.low <= 1 <= found.high)
+    doubt = " (one round)" if found is None else " (within noise)" * (found.low <= 1 <= found.high)
+    return f"{value:.2f} times{doubt}"

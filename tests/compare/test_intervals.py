@@ -96,6 +96,8 @@ def test_an_interval_covers_what_chance_does_to_the_mean() -> None:
 
 def test_median_interval_narrows_with_more_rounds() -> None:
     few, many = (median_time([1.0, 2.0, 3.0, 4.0, 9.0] * times) for times in (1, 20))
+    assert few
+    assert many
     assert few.value == many.value == 3
     assert 1 <= few.low < many.low < 3 < many.high < few.high <= 9
 
@@ -104,7 +106,14 @@ def test_median_interval_narrows_with_more_rounds() -> None:
 def test_a_speedup_is_shown_where_its_interval_does_not_hold_1(others: list[float], shown: bool) -> None:
     rounds = [2.0, 2.2, 1.8, 2.1, 1.9]
     found, inverse = speedup(rounds, others), speedup(others, rounds)
+    assert found
+    assert inverse
     assert found.value == pytest.approx(np.median(others) / 2)
     assert (found.low > 1) == shown
     assert found.low <= found.value <= found.high
     assert inverse.value == pytest.approx(1 / found.value)
+
+
+def test_one_round_has_no_interval() -> None:
+    assert median_time([2.0]) is None
+    assert speedup([2.0], [3.0, 3.1]) is speedup([2.0, 2.1], [3.0]) is None

@@ -76,28 +76,32 @@ def test_engines_are_compared_with_bf16_and_with_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "peer", "word"),
-    [(0.1, 0.3, "fp8moe is closer"), (0.3, 0.1, "fp8 is closer"), (0.2, 0.2, "no difference shown")],
+    [
+        (0.1, 0.3, "fp8moe is closer"),
+        (0.3, 0.1, "fp8 is closer"),
+        (0.2, 0.2, "the two differ by no more than chance"),
+    ],
 )
 def test_the_verdict_beside_a_twin(ours: float, peer: float, word: str) -> None:
     text = compared({OURS: ours, FP8: peer, BF16: 0}).verdict
-    assert f"({word})" in text
-    assert "KL divergence from bf16" in text
-    assert (
-        "first token 1.50 times as fast as fp8; 1.50 times its tokens per second with 1 (no difference shown), " in text
-    )
-    assert "ready after 20 s, fp8 30 s" in text
-    assert "\n" not in text
+    assert "by 0." in text
+    assert text.endswith("Start: ready after 20 s, fp8 after 30 s.")
+    assert f"; {word}.\n" in text
+    assert "predicts the same token as bf16 at 100.0% (fp8: 100.0%) of positions." in text
+    assert "Speed: first token 1.50 times as fast as fp8.\n" in text
+    rates = "number of sequences: 1.50 times (within noise) with 1, 1.50 times (within noise) with 64."
+    assert rates in " ".join(text.split())
 
 
 def test_the_verdict_without_a_twin_is_about_vllms_fp8() -> None:
     result = compared({OURS: 0.1, FP8: 0})
     assert result.reference == FP8
-    assert "KL divergence of fp8moe from fp8" in result.verdict
+    assert "fp8moe predicts the same token as fp8" in result.verdict
 
 
 def test_on_a_cpu_the_verdict_says_nothing_about_times() -> None:
     result = compared({OURS: 0.1, BF16: 0}, gpu=None)
-    assert "KL divergence of fp8moe from bf16" in result.verdict
+    assert "fp8moe predicts the same token as bf16" in result.verdict
     assert "times" not in result.verdict
     assert "times say nothing" in table(result)
 
@@ -113,7 +117,7 @@ def test_figures_of_the_others_stay_if_an_engine_fails() -> None:
 def test_before_anything_is_measured_the_verdict_says_so() -> None:
     result = compared({OURS: 0.1, FP8: 0})
     result.engines = [EngineResult(name=name) for name in (OURS, FP8)]
-    assert verdict(result) == "Verdict: nothing was measured."
+    assert verdict(result) == "Nothing was measured."
 
 
 def test_the_table_fits_100_columns_and_has_every_figure() -> None:
@@ -127,6 +131,16 @@ def test_the_table_fits_100_columns_and_has_every_figure() -> None:
     assert any(row.startswith("KL from bf16") and row.endswith(" -") for row in rows)
     assert sum("[" in row for row in rows) == 6  # intervals: of accuracy, the first token, and two rates
     assert "[7,111, 640,000]" in rows[rows.index(rates) + 1]
+
+
+def test_one_round_has_no_interval() -> None:
+    result = compared({OURS: 0.1, FP8: 0})
+    for engine in result.engines:
+        engine.first_token_ms, engine.tokens_per_s = timing([2.0]), {1: timing([3.0], 1)}
+    rows = table(result).splitlines()
+    (first,) = (number for number, row in enumerate(rows) if row.startswith("first token"))
+    assert [row.split()[-1] for row in rows[first : first + 3]] == ["2.00", "333", "30.0"]
+    assert "first token 1.00 times (one round) as fast as fp8" in verdict(result)
 
 
 def test_a_text_that_the_model_does_not_know_is_named() -> None:

@@ -23,6 +23,7 @@ def report(
     (folder / "text.txt").write_text(text[: WINDOWS * WINDOW])  # characters, which are fewer tokens
     options: list[Any] = ["--model", checkpoints / "qwen3_moe-fp8", "--bf16", checkpoints / "qwen3_moe-bf16"]
     options += ["--text", folder / "text.txt", "--sequences", 1, 4, "--json", folder / "report.json"]
+    options += ["--max-kl", 0.03]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment_of_engines.items():
             patch.setenv(name, value)
@@ -54,3 +55,4 @@ def test_fp8_says_nearly_what_bf16_says(report: dict[str, Any]) -> None:
     assert ours["perplexity"] != bf16["perplexity"]
     assert bf16["divergence"] is None
     assert "KL divergence" in report["verdict"]
+    assert [limit["outcome"] for limit in report["limits"]] == ["met"]

