@@ -281,14 +281,13 @@ def layer_spec(ue8m0: bool = False, weights: WeightFormat = FP8_BLOCK, activatio
 
 def moe_kernels(
     ue8m0: bool,
-    batched: bool,
+    arrival: Arrival = Arrival.STANDARD,
     target: str = SM90,
     weights: WeightFormat = FP8_BLOCK,
     activation: Activation = SILU,
 ) -> list[KernelKey]:
     """Returns the kernels that a layer loads; which ones does not depend on its shape."""
-    spec, arrival = layer_spec(ue8m0, weights, activation), Arrival.BATCHED if batched else Arrival.STANDARD
-    return list(BACKENDS[target].layer_kernels(spec, arrival))
+    return list(BACKENDS[target].layer_kernels(layer_spec(ue8m0, weights, activation), arrival))
 
 
 def linear_kernels(ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_BLOCK) -> list[KernelKey]:
@@ -299,8 +298,8 @@ def linear_kernels(ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_
 def loaded_kernels(model: Model, target: str = SM90) -> set[KernelKey]:
     """Returns the kernels that a model's layers load."""
     found = set(linear_kernels(model.ue8m0, target, model.dense_weights))
-    for activation, batched in itertools.product(model.activations, (False, True)):
-        found |= set(moe_kernels(model.ue8m0, batched, target, model.weights, activation))
+    for activation, arrival in itertools.product(model.activations, Arrival):
+        found |= set(moe_kernels(model.ue8m0, arrival, target, model.weights, activation))
     if any(layer.groups > 1 for layer in model.dense):
         found |= set(BACKENDS[target].batched_dense_kernels())
     if model.indexer:

@@ -29,7 +29,7 @@ def test_the_log_line_counts_the_kernels_that_a_worker_loads() -> None:
     (loaded, bundled) = re.findall(
         r"layout contiguous, (\d+) kernels loaded .* \((\d+) from the bundle", README.read_text()
     )[0]
-    counts = {len({*h.linear_kernels(ue8m0), *h.moe_kernels(ue8m0, batched=False)}) for ue8m0 in (False, True)}
+    counts = {len({*h.linear_kernels(ue8m0), *h.moe_kernels(ue8m0)}) for ue8m0 in (False, True)}
     assert counts == {int(loaded)} == {int(bundled)}
 
 

@@ -58,7 +58,7 @@ def layer(tokens: int, experts: int) -> dict[str, Any]:
     def arguments(tokens: int) -> tuple[Any, ...]:
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         weights, ids = torch.rand(tokens, experts, device="cuda").topk(TOPK)
-        return options, x, *w13, *w2, weights, ids.int(), None, torch.empty_like(x)
+        return options, x, None, *w13, *w2, weights, ids.int(), None, torch.empty_like(x)
 
     options = layer_options().text
     device, shape = devices.device_of(w2[0]), MoeShape(TOPK, HIDDEN, INTERMEDIATE, experts, experts)

@@ -6,6 +6,7 @@
 //       scales  float32 [groups, rows], at scale_pitch(rows); with LAYOUT_ROW_MAJOR [rows, groups]
 //
 // UE8M0: 1 rounds scales up to powers of two.
+// QUANTIZED, with LAYOUT_PERMUTED: x is e4m3 [tokens, K] with scales x_scales, float32 [tokens, groups], and is copied.
 // With LAYOUT_K_MAJOR it is the first kernel of a dense layer, and waits for the previous kernel (PDL). With
 // LAYOUT_ROW_MAJOR it overlaps earlier kernels (PDL), which must neither write x nor access q and scales.
 // A half-warp quantizes a group, 16 bytes per lane, of some of the warp's tokens. With TOKENS_PER_WARP, eight, it has
@@ -14,13 +15,20 @@
 #include "device/common.cuh"
 #include "device/fp8.cuh"
 
+#ifdef QUANTIZED
+using Eight = uint2;  // channels of a token
+#else
+using Eight = uint4;
+#endif
+
 // LAYOUT_PERMUTED streams x, which leaves L2 to the copies: 20% faster at 8192 tokens. Otherwise plain loads are
 // faster.
-DEVICE uint4 load_token(const uint4* x) { return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : *x; }
+DEVICE Eight load_token(const Eight* x) { return LAYOUT == LAYOUT_PERMUTED ? __ldcs(x) : *x; }
 
 template <int kTokensPerWarp>
-DEVICE void quantize_tokens(const uint4* x, uint2* __restrict__ q, float* __restrict__ scales,
-                            const int* __restrict__ slots, int tokens, int groups, int topk) {
+DEVICE void quantize_tokens(const Eight* x, uint2* __restrict__ q, float* __restrict__ scales,
+                            const int* __restrict__ slots, int tokens, int groups, int topk,
+                            const float* __restrict__ x_scales) {
     constexpr int kTokensPerLane = kTokensPerWarp / (kWarp / kGroupLanes);
     const int warp = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp;
     const int group = warp % groups;
@@ -31,10 +39,10 @@ DEVICE void quantize_tokens(const uint4* x, uint2* __restrict__ q, float* __rest
     const auto position = [&](int row) { return (static_cast<size_t>(row) * groups + group) * kGroupLanes + lane; };
 
     // Load.
-    uint4 values[kTokensPerLane];
+    Eight values[kTokensPerLane];
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i)
-        values[i] = first + i < tokens ? load_token(&x[position(first + i)]) : make_uint4(0, 0, 0, 0);
+        values[i] = first + i < tokens ? load_token(&x[position(first + i)]) : Eight{};
 #if LAYOUT == LAYOUT_PERMUTED
     int slot[kTokensPerLane];  // lane l holds the slot of each token's expert `expert + l`
     const auto load_slots = [&](int expert) {
@@ -52,11 +60,16 @@ DEVICE void quantize_tokens(const uint4* x, uint2* __restrict__ q, float* __rest
     float scale[kTokensPerLane];
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i) {
+#ifdef QUANTIZED
+        codes[i] = values[i];
+        scale[i] = first + i < tokens ? x_scales[static_cast<size_t>(first + i) * groups + group] : 0.0f;
+#else
         const float s = group_scale(group_max(magnitude_bits(values[i])));
         float v[8];
         unpack_eight(values[i], v);
         codes[i] = quantize_eight(v, s);
         scale[i] = s;
+#endif
     }
 
     // Store.
@@ -91,14 +104,14 @@ DEVICE void quantize_tokens(const uint4* x, uint2* __restrict__ q, float* __rest
 
 // x is not __restrict__: the compiler could then move its loads above the wait.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize(const uint4* x, uint2* __restrict__ q, float* __restrict__ scales, const int* __restrict__ slots,
-             int tokens, int groups, int topk, int tokens_per_warp) {
+    quantize(const Eight* x, uint2* __restrict__ q, float* __restrict__ scales, const int* __restrict__ slots,
+             int tokens, int groups, int topk, int tokens_per_warp, const float* __restrict__ x_scales) {
 #if LAYOUT == LAYOUT_K_MAJOR
     wait_for_previous_kernel();
 #endif
     let_next_kernel_start();
     if (LAYOUT == LAYOUT_K_MAJOR && tokens_per_warp == FEW_TOKENS_PER_WARP)
-        quantize_tokens<FEW_TOKENS_PER_WARP>(x, q, scales, slots, tokens, groups, topk);
+        quantize_tokens<FEW_TOKENS_PER_WARP>(x, q, scales, slots, tokens, groups, topk, x_scales);
     else
-        quantize_tokens<TOKENS_PER_WARP>(x, q, scales, slots, tokens, groups, topk);
+        quantize_tokens<TOKENS_PER_WARP>(x, q, scales, slots, tokens, groups, topk, x_scales);
 }

@@ -118,9 +118,10 @@ class Ids(NamedTuple):
 
 
 class LayerAddresses(NamedTuple):
-    """The addresses of the tensors of a call of `fused_moe`, and of its scratch; 0 for no bias or expert map."""
+    """The addresses of the tensors of a call of `fused_moe`, and of its scratch; 0 for what a call does without."""
 
     hidden_states: Address
+    hidden_scale: Address
     w13: Address
     w13_scale: Address
     w2: Address
@@ -135,7 +136,7 @@ class LayerAddresses(NamedTuple):
 
     def weights(self, spec: LayerSpec) -> tuple[Weights, Weights]:
         """Returns w13 and w2."""
-        _, *layer, _, _, _, _, _ = self
+        _, _, *layer, _, _, _, _, _ = self
         return Weights.of_experts(spec, *layer)
 
 

@@ -59,10 +59,11 @@ class Experts:
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the weighted sum of each token's experts; see `ops.fused_moe`."""
-        out = torch.empty_like(x) if out is None else out
-        torch_ops.fused_moe(self._options, x, *self.tensors, topk_weights, topk_ids, expert_map, out)
+        out = torch.empty_like(x, dtype=torch.bfloat16) if out is None else out
+        torch_ops.fused_moe(self._options, x, scale, *self.tensors, topk_weights, topk_ids, expert_map, out)
         return out
 
     def run_routed(

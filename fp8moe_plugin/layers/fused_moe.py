@@ -82,7 +82,7 @@ class FP8MoE(ScaleFormat):
         """
         out = torch.empty_like(hidden_states)
         weights = (self.w13, self.w13_scale, self.w2, self.w2_scale, None, None)
-        torch_ops.fused_moe(OPTIONS[self.ue8m0], hidden_states, *weights, topk_weights, topk_ids, expert_map, out)
+        torch_ops.fused_moe(OPTIONS[self.ue8m0], hidden_states, None, *weights, topk_weights, topk_ids, expert_map, out)
         return out
 
 

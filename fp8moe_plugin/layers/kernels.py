@@ -63,7 +63,7 @@ def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver
     """Count a layer of experts that is ready, and log the first one of its backend and layout.
 
     Args:
-        layout: of the rows of tokens, "contiguous" or "masked".
+        layout: of the rows of tokens, the value of an `Arrival`.
         kernels: the result of `prepare_kernels`.
     """
     backend = backend_name(weight)

@@ -13,6 +13,7 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import devices, reference
 from fp8moe_plugin.ops.checks import (
+    FP8,
     CheckedOnce,
     check_activations,
     check_multiple,
@@ -87,6 +88,7 @@ def check_layer_call(
     options: LayerOptions,
     batch_invariant: bool,
     hidden_states: torch.Tensor,
+    hidden_scale: torch.Tensor | None,
     w13: torch.Tensor,
     w13_scale: torch.Tensor,
     w2: torch.Tensor,
@@ -100,7 +102,8 @@ def check_layer_call(
 ) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `fused_moe`."""
     layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
-    _check_tokens(options.weights, hidden_states, layer, out)
+    _check_tokens(options.weights, hidden_states, layer, out, (torch.bfloat16, FP8))
+    arrival = _check_arrival(hidden_states, hidden_scale)
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
     check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
@@ -116,7 +119,7 @@ def check_layer_call(
                 "expert_map, or compute the shared expert as a dense layer."
             )
     topk, known = topk_ids.shape[1] + options.shared_expert, None if expert_map is None else expert_map.numel()
-    spec = _called_spec(options, batch_invariant, layer, hidden_states.shape[1], topk, Arrival.STANDARD, known)
+    spec = _called_spec(options, batch_invariant, layer, hidden_states.shape[1], topk, arrival, known)
     return LayerFacts(spec, tokens, topk_ids.dtype == torch.int64, expert_map is not None)
 
 
@@ -209,7 +212,9 @@ def _called_spec(
     (w13, _, w2, _, bias, _), tensor = layer, options.weights.weight
     shape = MoeShape.of_w13(options.weights, w13.shape, hidden, topk, global_experts)
     further = tensor.further_steps(w13.shape, hidden), tensor.further_steps(w2.shape, shape.intermediate)
-    spec = options.spec(shape, batch_invariant)._replace(bias=bias is not None, further_steps=further)
+    spec = options.spec(shape, batch_invariant)._replace(
+        bias=bias is not None, further_steps=further, quantized=arrival is Arrival.QUANTIZED
+    )
     backend = devices.backend_of(w2)
     if refusal := backend.refusal(spec, arrival) if backend else reference.refusal(spec):
         name = f"{backend.name} kernels do" if backend else "reference does"
@@ -219,8 +224,33 @@ def _called_spec(
     return spec
 
 
-def _check_tokens(weights: WeightFormat, hidden_states: torch.Tensor, layer: Layer, out: torch.Tensor | None) -> None:
-    check_tensor("hidden_states", hidden_states, dtype=torch.bfloat16, shape=(None, None))
+def _check_arrival(hidden_states: torch.Tensor, hidden_scale: torch.Tensor | None) -> Arrival:
+    """Returns how tokens arrive that have been checked. Raises `InvalidInputError` unless these are their scales."""
+    if hidden_states.dtype != FP8:
+        if hidden_scale is not None:
+            raise InvalidInputError(
+                "hidden_scale is not None, but hidden_states is in bfloat16 and has no scales. Pass None, or tokens in "
+                f"{FP8}."
+            )
+        return Arrival.STANDARD
+    if hidden_scale is None:
+        raise InvalidInputError(
+            f"hidden_scale is None, but hidden_states has dtype {FP8}. Pass the scales of its groups of {GROUP} "
+            "channels, or tokens in bfloat16."
+        )
+    shape = len(hidden_states), hidden_states.shape[1] // GROUP
+    check_tensor("hidden_scale", hidden_scale, dtype=torch.float32, shape=shape, device=hidden_states.device)
+    return Arrival.QUANTIZED
+
+
+def _check_tokens(
+    weights: WeightFormat,
+    hidden_states: torch.Tensor,
+    layer: Layer,
+    out: torch.Tensor | None,
+    dtype: torch.dtype | tuple[torch.dtype, ...] = torch.bfloat16,
+) -> None:
+    check_tensor("hidden_states", hidden_states, dtype=dtype, shape=(None, None))
     check_multiple("hidden_states' H", hidden_states.shape[1], GROUP)
     _check_layer(weights, hidden_states, layer)
     if refusal := too_many_experts(len(layer[0])):

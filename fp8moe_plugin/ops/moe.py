@@ -34,6 +34,7 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
+    hidden_scale: torch.Tensor | None = None,
     w13_bias: torch.Tensor | None = None,
     w2_bias: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
@@ -47,13 +48,15 @@ def fused_moe(
     """The weighted sum of each token's experts, `w2[e] @ (silu(gate) * up)` with `gate, up = w13[e] @ token`.
 
     Args:
-        hidden_states: bfloat16 `[T, H]`; H a multiple of 128.
+        hidden_states: bfloat16 `[T, H]`; H a multiple of 128. Or e4m3, with `hidden_scale`: tokens that were quantized
+            before an all-to-all.
         w13: e4m3 `[E, 2I, H]`, gate rows first; I a multiple of 128, E at most 1024.
         w13_scale: float32 `[E, 2I/128, H/128]`.
         w2: e4m3 `[E, H, I]`.
         w2_scale: float32 `[E, H/128, I/128]`.
         topk_weights: float32 `[T, k]`.
         topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
+        hidden_scale: float32 `[T, H/128]` with e4m3 tokens, else None.
         w13_bias: float32 `[E, 2I]`, added to `w13[e] @ token` before the activation; or None.
         w2_bias: float32 `[E, H]`, added to the result of an expert before it is weighted. There are both or none.
         expert_map: int32 `[global experts]`, not empty: the local expert of each id, or -1; ids past its end are out
@@ -66,7 +69,8 @@ def fused_moe(
         shared_expert: the last expert processes every token with weight 1, and has no column in `topk_ids`. Cannot be
             combined with an `expert_map`.
         routed_scale: multiplies `topk_weights`.
-        out: bfloat16 `[T, H]` to write to, or None. It may overlap with `hidden_states`, but with no other argument.
+        out: bfloat16 `[T, H]` to write to, or None. It may overlap with bfloat16 `hidden_states`, but with no other
+            argument.
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the values of other tokens. Its
         low-order bits may depend on the number of tokens, because K may be split, and in a small batch on the experts
@@ -77,7 +81,7 @@ def fused_moe(
         WrongResultError: with FP8MOE_DEBUG=1, a token of finite values has NaN in its result.
     """
     layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
-    tensors = hidden_states, *layer, topk_weights, topk_ids, expert_map, out
+    tensors = hidden_states, hidden_scale, *layer, topk_weights, topk_ids, expert_map, out
     return run_fused_moe(called_options(weights, activation, ue8m0, shared_expert, routed_scale), tensors)
 
 
@@ -86,7 +90,7 @@ def run_fused_moe(options: LayerOptions, tensors: tuple[Any, ...]) -> torch.Tens
     facts, addresses = check_layer_call(options, batch_invariant())(*tensors)
     out: torch.Tensor = tensors[-1]
     if out is None:
-        out = torch.empty_like(tensors[0])
+        out = torch.empty_like(tensors[0], dtype=torch.bfloat16)
         tensors, addresses = (*tensors[:-1], out), (*addresses[:-1], out.data_ptr())
     if not facts.tokens or not facts.spec.shape.topk:
         return out.zero_()
@@ -99,9 +103,9 @@ def _layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts)
     """Run `fused_moe` on checked arguments, with their addresses."""
     device = devices.device_of(tensors[0])
     if device is None:
-        x, w13, w13_scale, w2, w2_scale, *biases, topk_weights, topk_ids, expert_map, out = tensors
+        x, x_scale, w13, w13_scale, w2, w2_scale, *biases, topk_weights, topk_ids, expert_map, out = tensors
         weights = ExpertWeights.of(w13, w13_scale, w2, w2_scale, *biases)
-        reference.fused_moe(facts.spec, x, weights, topk_weights, topk_ids, expert_map, out)
+        reference.fused_moe(facts.spec, x, x_scale, weights, topk_weights, topk_ids, expert_map, out)
         return
     plan = device.backend.plan_layer(facts.spec, facts.tokens, device.multiprocessors)
     run = prepared_layer(device, plan, facts.ids_64, facts.mapped)
@@ -118,19 +122,27 @@ def prepared_layer(device: Device, plan: Plan, ids_64: bool, mapped: bool) -> Pr
 
 def _watched_layer(tensors: LayerTensors, addresses: tuple[int, ...], facts: LayerFacts) -> None:
     """Run `_layer`, check the ids, and raise `WrongResultError` if a token of finite values has NaN in its result."""
-    x, *layer, topk_weights, topk_ids, expert_map, out = tensors
+    x, x_scale, *layer, topk_weights, topk_ids, expert_map, out = tensors
     check_values("topk_ids", topk_ids, -1, facts.spec.shape.global_experts - facts.spec.shared_expert - 1)
     read = dict(zip(LAYER, layer, strict=True))
-    check_apart("out", out, **read, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map)
-    tokens = x.clone()  # `out`, which is poisoned first, may overlap with the original
+    read |= {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
+    check_apart("out", out, **read, **({} if x_scale is None else {"hidden_states": x, "hidden_scale": x_scale}))
+    tokens = x.clone()  # `out`, which is poisoned first, may overlap with the original in bfloat16
     copied, at = (tokens, *tensors[1:]), (tokens.data_ptr(), *addresses[1:])
     watch_rows(
         "fused_moe",
         out,
-        x.isfinite().all(1) & topk_weights.isfinite().all(1),
+        _finite_tokens(x, x_scale) & topk_weights.isfinite().all(1),
         describe=lambda t: f"token {t} (experts {topk_ids[t].tolist()})",
         run=lambda: _layer(copied, at, facts),
     )
+
+
+def _finite_tokens(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Returns bool `[..]`: the tokens `[.., H]`, in bfloat16 or with scales in e4m3, without infinity and NaN."""
+    if scales is None:
+        return x.isfinite().all(-1)
+    return (x.view(torch.uint8) & 0x7F != 0x7F).all(-1) & scales.isfinite().all(-1)
 
 
 def batched_experts(
@@ -228,7 +240,7 @@ def _watched_experts(
     watch_rows(
         "batched_experts",
         out,
-        counted & (q.view(torch.uint8) & 0x7F != 0x7F).all(-1) & scales.isfinite().all(-1),
+        counted & _finite_tokens(q, scales),
         describe="row {1} of expert {0}".format,
         run=lambda: _experts(spec, x, weights, counts, expected_m, out),
     )

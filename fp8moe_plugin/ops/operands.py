@@ -18,6 +18,7 @@ ScalesAndStrides = tuple[torch.Tensor, int, int]  # scales; their strides by gro
 # The tensors of a call of `fused_moe`, in the order of `LayerAddresses`.
 LayerTensors = tuple[
     torch.Tensor,
+    torch.Tensor | None,
     torch.Tensor,
     torch.Tensor,
     torch.Tensor,

@@ -30,6 +30,7 @@ def refusal(spec: LayerSpec) -> str | None:
 def fused_moe(
     spec: LayerSpec,
     hidden_states: torch.Tensor,
+    hidden_scale: torch.Tensor | None,
     weights: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -43,7 +44,7 @@ def fused_moe(
     if spec.shared_expert:
         ids = torch.nn.functional.pad(ids, (0, 1), value=experts - 1)
         topk_weights = torch.nn.functional.pad(topk_weights, (0, 1), value=1.0)
-    q, scales = quantize(hidden_states, spec.ue8m0)
+    q, scales = quantize(hidden_states, spec.ue8m0) if hidden_scale is None else (hidden_states, hidden_scale)
     products = workspace.empty((*ids.shape, hidden_states.shape[1]), torch.bfloat16, out.device)
     for e in ids[ids >= 0].unique().tolist():
         token, choice = (ids == e).nonzero(as_tuple=True)

@@ -97,7 +97,7 @@ def run_routed_moe(options: LayerOptions, topk: int, renormalize: bool, tensors:
     device = devices.device_of(x)
     if device is None or not device.backend.has_all_ops or not tokens or debugs(x.is_cuda):
         weights, ids = choose_experts(logits, topk, renormalize=renormalize, padding=padding)
-        return run_fused_moe(options, (*layer, weights, ids, None, out))
+        return run_fused_moe(options, (x, None, *layer[1:], weights, ids, None, out))
     plan = device.backend.plan_layer(facts.spec, tokens, device.multiprocessors)
     weights, ids = _empty_choice(logits, topk)
     if out is None:
@@ -147,8 +147,8 @@ def prepared_routed_layer(
     Its addresses are those of the tensors that `check_routed_call` checks, then of the router's weights and ids, and of
     the layer's scratch.
     """
-    *layer, logits, padding, out, weights, ids, scratch = map(Slot, range(13))
-    tensors = LayerAddresses._make((*layer, weights, ids, 0, out, scratch))
+    x, *layer, logits, padding, out, weights, ids, scratch = map(Slot, range(13))
+    tensors = LayerAddresses._make((x, 0, *layer, weights, ids, 0, out, scratch))
     first, *rest = plan.launches(tensors, ids_64=False)
     if plan.starts_before_ids:
         first = first._replace(pdl=True)

@@ -20,8 +20,8 @@ from fp8moe_plugin.settings import settings
 
 LAYER = "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias"
 FUSED_MOE = (  # options: `LayerOptions.text`
-    f"fused_moe(str options, Tensor hidden_states, {LAYER}, Tensor topk_weights, Tensor topk_ids, Tensor? expert_map, "
-    "Tensor(a!) out) -> ()"
+    f"fused_moe(str options, Tensor hidden_states, Tensor? hidden_scale, {LAYER}, Tensor topk_weights, "
+    "Tensor topk_ids, Tensor? expert_map, Tensor(a!) out) -> ()"
 )
 ROUTED_MOE = (
     f"routed_moe(str options, int topk, bool renormalize, Tensor hidden_states, {LAYER}, Tensor logits, "

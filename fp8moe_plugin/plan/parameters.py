@@ -107,7 +107,8 @@ PARAMETERS = {
         "int a_scale_k_stride, pointer b_scales, int b_scale_k_stride, pointer c, pointer d, int m, int n, int groups"
     ),
     "quantize": _signature(
-        "pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk, int tokens_per_warp"
+        "pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk, int tokens_per_warp, "
+        "pointer x_scales"
     ),
     "route": _signature(
         "pointer ids, pointer expert_map, pointer counts, pointer slots, pointer tokens, pointer num_rows, "

@@ -56,6 +56,7 @@ class LayerSpec(NamedTuple):
     routed_scale: float = 1.0  # multiplies the router's weights
     further_steps: tuple[int, int] = (0, 0)  # of w13 and w2, see ops/mxfp4.py
     batch_invariant: bool = False  # a token's bits do not depend on the other tokens or their number
+    quantized: bool = False  # tokens arrive in e4m3, with scales: Arrival.QUANTIZED
 
     def with_shared_expert(self, routed_scale: float) -> "LayerSpec":
         """Returns the spec with one more expert, which processes every token.
@@ -75,6 +76,7 @@ class Arrival(StrEnum):
     """How the rows of tokens arrive at the experts. The values name the layout in the log and the metrics."""
 
     STANDARD = "contiguous"  # bfloat16 tokens in any order, with the ids of their experts
+    QUANTIZED = "quantized"  # the same in e4m3 with scales, quantized before an all-to-all
     BATCHED = "masked"  # quantized by an all-to-all, and sorted by expert into `[E, max_m]` rows
 
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from fp8moe_plugin.plan.sm90.catalog import tiles_of_ends_key, tiles_of_indices_key
+from fp8moe_plugin.plan.spec import Arrival
 from tests import helpers as h
 from tests.emulator.build import Kernels, can_compile, runtime
 from tests.emulator.device import Device
@@ -24,7 +25,7 @@ def emulator_runtime() -> ctypes.CDLL:
 def kernels(emulator_runtime: ctypes.CDLL) -> Kernels:
     """All that the tests run; those of the first tests first."""
     kernels = Kernels()
-    layers = (h.moe_kernels(False, batched) for batched in (False, True))
+    layers = (h.moe_kernels(False, arrival) for arrival in Arrival)
     kernels.start(*itertools.chain(*layers), *h.linear_kernels(False), tiles_of_ends_key(), tiles_of_indices_key())
     return kernels
 

@@ -9,10 +9,13 @@ from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import choose_experts, fused_moe, routed_moe, router_gemm, workspace
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
+from fp8moe_plugin.plan.sm90 import layer as sm90_layer
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.inputs import assert_close
 from tests.mxfp4 import random_experts
+from tests.steps import empty_tokens, quantize_tokens
 
 KINDS = ("some_missing", "one_expert", "distinct")  # of the layers' routings, in turn
 MOST_ERROR = 1e-2  # relative L2
@@ -55,6 +58,31 @@ def run_layers(
         emulator.execute(seed, ops)
     calls = zip([x, *outs[:-1]], outs, routings, strict=True)
     return [h.relative_l2(y, h.layer_reference(x, layer, *routing, quantized=True)) for x, y, routing in calls]
+
+
+def run_quantized_tokens(
+    emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int, copies: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the results of a layer for tokens that the kernel before it quantizes, and for the same in bfloat16.
+
+    Args:
+        copies: GEMM 1 reads a copy of each token for each of its experts.
+    """
+    gen, experts = h.seeded(0, torch.device("cpu")), 3
+    x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
+    routing = h.random_routing(gen, "some_missing", tokens, 2, experts)
+
+    def quantized() -> torch.Tensor:
+        q, scales = empty_tokens(tokens, hidden, x.device)
+        quantize_tokens(x, (q, scales))
+        return fused_moe(q, *layer, *routing, hidden_scale=scales)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90_layer, "GATHER_UP_TO", 0 if copies else intermediate)
+        steps = h.force_step(patch, tile=MANY_ROWS if copies else None)
+        both = emulator.execute(seed, quantized), emulator.execute(seed, lambda: fused_moe(x, *layer, *routing))
+    assert [step.gathers for step in steps] == [not copies] * 2
+    return both
 
 
 def packed_moe(

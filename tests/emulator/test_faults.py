@@ -36,6 +36,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     mqa_logits_key,
     paged_mqa_logits_key,
     paged_mqa_metadata_key,
+    permute_key,
     quantize_key,
     route_key,
     router_gemm_key,
@@ -61,7 +62,14 @@ from tests.emulator.first_kernels import (
     masked_gemm_behind_choice,
 )
 from tests.emulator.inputs import assert_product, empty_rows, slabs
-from tests.emulator.layers import MOST_ERROR, run_dense_layer, run_layers, run_packed_layer, run_routed_layers
+from tests.emulator.layers import (
+    MOST_ERROR,
+    run_dense_layer,
+    run_layers,
+    run_packed_layer,
+    run_quantized_tokens,
+    run_routed_layers,
+)
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
 from tests.k_grouped import gradients
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
@@ -148,6 +156,16 @@ def layer_of_few_tokens(emulator: Device, seed: int) -> None:
     out = emulator.execute(seed, lambda: fused_moe(x, *layer, weights, ids))
     error = h.relative_l2(out, h.layer_reference(x, layer, weights, ids, quantized=True))
     assert error <= 1e-2, f"{WRONG_RESULT}: relative L2 {error}"
+
+
+def tokens_that_arrive_quantized(emulator: Device, seed: int) -> None:
+    quantized, bfloat16 = run_quantized_tokens(emulator, seed, 9, 256, 256, copies=False)
+    assert h.same_bits(quantized, bfloat16), WRONG_RESULT
+
+
+def copies_of_quantized_tokens(emulator: Device, seed: int) -> None:
+    quantized, bfloat16 = run_quantized_tokens(emulator, seed, 40, 256, 256, copies=True)
+    assert h.same_bits(quantized, bfloat16), WRONG_RESULT
 
 
 def small_batch(emulator: Device, seed: int) -> None:
@@ -312,6 +330,14 @@ KERNELS = {  # to be compiled ahead
     dense_tiles: DENSE,
     dense_tiles_of_clusters: (dense_gemm_many_rows_key(192), quantize_key(False, Layout.K_MAJOR)),
     layer_of_few_tokens: FEW,
+    tokens_that_arrive_quantized: FEW,
+    copies_of_quantized_tokens: (
+        *FEW[2:],
+        permute_key(),
+        quantize_key(False, Layout.PERMUTED),
+        gate_up_key(h.layer_spec(), gather=False),
+        grouped_gemm_key(Output.BF16),
+    ),
     packed_layer: PACKED,
     packed_small_batch: PACKED_SMALL_BATCH,
     wide_packed_batch: WIDE_PACKED_BATCH,
@@ -429,6 +455,19 @@ FAULTS = {
     ),
     "a block adds up the splits of a tile before all are there": Fault(
         "pipeline/split_k.cuh", "== splits - 1)", "== splits - 2)", layers_in_a_row, WRONG_RESULT
+    ),
+    "given tokens are read before routing has ended": Fault(
+        "gate_up_few_rows.cu",
+        "        wait_for_previous_kernel();\n",
+        "",
+        tokens_that_arrive_quantized,
+        f"{WRONG_RESULT}|livelock",
+    ),
+    "routing does not wait for what quantizes the tokens": Fault(
+        "route.cu", "if (gridDim.x == 1) wait_for_previous_kernel();", "", tokens_that_arrive_quantized, WRONG_RESULT
+    ),
+    "copies of a token have the scale of another K block": Fault(
+        "quantize.cu", "* groups + group] : 0.0f", "* groups] : 0.0f", copies_of_quantized_tokens, WRONG_RESULT
     ),
     "tokens are loaded beside the kernel that quantizes them": Fault(
         "dense_gemm_few_rows.cu",

@@ -21,7 +21,7 @@ from tests.emulator.first_kernels import (
     masked_gemm_behind_choice,
     psum_gemm_behind_choice,
 )
-from tests.emulator.layers import MOST_ERROR, run_layers
+from tests.emulator.layers import MOST_ERROR, run_layers, run_quantized_tokens
 
 seeds = pytest.mark.parametrize("seed", [1, 2, 3])
 
@@ -66,6 +66,25 @@ def test_layers_under_a_limit_of_multiprocessors(
     monkeypatch.setattr(h, "serve", lambda patch, _: serve(patch, limited))
     errors = run_layers(emulator, seed, tokens, hidden, intermediate)
     assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"
+
+
+@seeds
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "copies"),
+    [
+        (1, 1024, 128, False),  # splits of K
+        (9, 256, 256, False),
+        (150, 256, 256, False),
+        (600, 128, 128, False),  # more than a chunk of pairs
+        (150, 256, 256, True),
+        (600, 128, 128, True),
+    ],
+)
+def test_tokens_that_arrive_quantized_give_the_same_bits(
+    emulator: Device, tokens: int, hidden: int, intermediate: int, copies: bool, seed: int
+) -> None:
+    quantized, bfloat16 = run_quantized_tokens(emulator, seed, tokens, hidden, intermediate, copies)
+    assert h.same_bits(quantized, bfloat16)
 
 
 def test_ops_do_not_launch_what_they_have_kept_of_another_device(

@@ -115,7 +115,13 @@ def test_torch_can_trace_the_ops(device):
     weights, (x, router, ids) = h.random_layer(gen, EXPERTS, HIDDEN, 128), random_call(gen, 5)
     torch.library.opcheck(
         torch_ops.fused_moe,
-        (OPTIONS[False], x, *weights, None, None, router, ids, None, torch.zeros_like(x)),
+        (OPTIONS[False], x, None, *weights, None, None, router, ids, None, torch.zeros_like(x)),
+        test_utils=OPCHECKS,
+    )
+    q, scales = h.random_quantized(gen, 5, HIDDEN)
+    torch.library.opcheck(
+        torch_ops.fused_moe,
+        (OPTIONS[False], q, scales.contiguous(), *weights, None, None, router, ids, None, torch.zeros_like(x)),
         test_utils=OPCHECKS,
     )
     logits = torch.randn(5, EXPERTS, device=device)

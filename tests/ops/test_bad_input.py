@@ -40,6 +40,7 @@ def right_calls(device: torch.device) -> dict[str, Call]:
         **right_gemms(gen, experts, batch, counts),
         "fused_moe": {
             "hidden_states": x,
+            "hidden_scale": None,
             **layer,
             "topk_weights": topk_weights,
             "topk_ids": topk_ids,
@@ -259,6 +260,18 @@ WRONG_CALLS = {
     "masked-counts-a-list": (MASKED, "masked_m", torch.Tensor.tolist, "masked_m is a list"),
     "masked-expected-m-tensor": (MASKED, "expected_m", torch.tensor, "expected_m is a Tensor, not an int"),
     "moe-float16": (MOE, "hidden_states", torch.Tensor.half, "hidden_states has dtype torch.float16"),
+    "moe-codes-without-scales": (
+        MOE,
+        "hidden_states",
+        lambda x: x.to(h.FP8),
+        "hidden_scale is None, but hidden_states",
+    ),
+    "moe-scales-without-codes": (
+        MOE,
+        "hidden_scale",
+        lambda _: torch.ones(ROWS, HIDDEN // 128),
+        "hidden_scale is not None, but hidden_states is in bfloat16",
+    ),
     "moe-three-dimensions": (MOE, "hidden_states", lambda x: x[None], "hidden_states has shape [1, 6, 256]"),
     "moe-other-hidden": (MOE, "hidden_states", with_k(384), "w13 has shape [4, 256, 256], needs [any, any, 384]"),
     "moe-w13-odd-intermediate": (MOE, "w13", lambda w: w[:, :192].contiguous(), "w13's second dimension is 192"),
@@ -447,6 +460,37 @@ def test_a_wrong_call_is_refused_behind_a_right_one(device, case):
     for _ in range(2):
         run(MOE, right_calls(device)[MOE])
         assert_refused(device, *case)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.half(), "hidden_scale has dtype torch.float16, needs torch.float32"),
+        (narrow, "hidden_scale has shape [6, 1], needs [6, 2]"),
+        (h.column_major, "hidden_scale has strides (1, 6), needs a contiguous layout"),
+        (meta, "hidden_scale is on meta"),
+        (torch.Tensor.tolist, "hidden_scale is a list, not a torch.Tensor"),
+    ],
+)
+def test_wrong_scales_of_tokens_are_refused(device, change, words):
+    call = right_calls(device)[MOE]
+    q, scales = ops.per_token_group_quant_fp8(call["hidden_states"])
+    scales = scales.contiguous()
+    run(MOE, call | {"hidden_states": q, "hidden_scale": scales})
+    with pytest.raises(InvalidInputError) as caught:
+        run(MOE, call | {"hidden_states": q, "hidden_scale": change(scales)})
+    assert words in str(caught.value)
+
+
+def test_a_result_over_quantized_tokens_is_refused(device, debug):
+    call = right_calls(device)[MOE]
+    q, scales = ops.per_token_group_quant_fp8(call["hidden_states"])
+    call |= {
+        "hidden_states": call["out"].view(h.FP8)[: ROWS // 2].view_as(q).copy_(q),
+        "hidden_scale": scales.contiguous(),
+    }
+    with pytest.raises(InvalidInputError, match="out shares memory with hidden_states, which is still read"):
+        run(MOE, call)
 
 
 @pytest.mark.parametrize("case", WRONG_VALUES.values(), ids=WRONG_VALUES)

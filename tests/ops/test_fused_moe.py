@@ -3,7 +3,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8moe_plugin.ops import fp8_linear, fused_moe, m_grouped_fp8_gemm_nt_contiguous, silu_mul_quant_fp8
+from fp8moe_plugin.ops import (
+    fp8_linear,
+    fused_moe,
+    m_grouped_fp8_gemm_nt_contiguous,
+    per_token_group_quant_fp8,
+    silu_mul_quant_fp8,
+)
 from fp8moe_plugin.plan.sm90.catalog import SMALL_BATCH_TOKENS
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
@@ -50,6 +56,17 @@ def test_every_routing_gives_the_layer(device, tokens, kind, experts, seed):
 def test_wide_experts_give_the_layer(device, tokens, intermediate):
     call = random_call(h.seeded(tokens, device), tokens, experts=3, intermediate=intermediate)
     assert_accurate(run(*call), *call)
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("tokens", [7, 65, 700])
+def test_tokens_that_arrive_quantized_give_the_same_bits(device, monkeypatch, tokens, intermediate, ue8m0):
+    h.force_step(monkeypatch)  # no small batch, which only bfloat16 tokens take
+    x, layer, weights, ids = random_call(h.seeded(0, device), tokens, "some_missing", intermediate=intermediate)
+    q, scales = per_token_group_quant_fp8(x, ue8m0=ue8m0)
+    out = fused_moe(q, *layer, weights, ids, hidden_scale=scales.contiguous(), ue8m0=ue8m0)
+    assert h.same_bits(out, run(x, layer, weights, ids, ue8m0=ue8m0))
 
 
 def test_a_token_with_no_expert_at_all_becomes_zeros(device):

@@ -24,7 +24,7 @@ OPS = pytest.mark.parametrize("op", [MOE, ROUTED, BATCHED])
 
 def call_torch_op(op: str, text: str, **changed: Any) -> None:
     """Call the torch op with the arguments of a right call."""
-    call = {"expert_map": None} | right_calls(CPU)[op] | changed
+    call = {"hidden_scale": None, "expert_map": None} | right_calls(CPU)[op] | changed
     names = [argument.name for argument in getattr(torch_ops, op)._schema.arguments[1:]]
     getattr(torch_ops, op)(text, *(call[name] for name in names))
 

@@ -13,7 +13,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     count_experts_key,
 )
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep
-from fp8moe_plugin.plan.spec import MoeShape
+from fp8moe_plugin.plan.spec import Arrival, MoeShape
 from fp8moe_plugin.plan.tuning import DENSE_WAVE_K, EARLY_FROM, GATHER_UP_TO, LONG_K
 from tests import helpers as h
 
@@ -69,7 +69,7 @@ def test_layers_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
             fused_moe(x, *layer, weights, ids.long(), ue8m0=ue8m0)
             routed_moe(x, *layer, torch.zeros(tokens, EXPERTS), TOPK, ue8m0=ue8m0)
             router_gemm(x, torch.zeros(EXPERTS, hidden).bfloat16())
-    assert device.keys == set(h.moe_kernels(ue8m0, batched=False))
+    assert device.keys == set(h.moe_kernels(ue8m0))
 
 
 @pytest.mark.parametrize(("tokens", "small"), [(1, True), (16, True), (17, False), (1000, False)])
@@ -95,7 +95,7 @@ def test_batched_experts_launch_what_their_plan_names_and_nothing_else(device, u
         batched_experts(*tokens, *layer, counts, expected_m=expected_m, ue8m0=ue8m0)
     wide = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, WIDE)
     batched_experts(*tokens, *wide, counts, expected_m=1000, ue8m0=ue8m0)
-    assert device.keys == set(h.moe_kernels(ue8m0, batched=True))
+    assert device.keys == set(h.moe_kernels(ue8m0, Arrival.BATCHED))
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])

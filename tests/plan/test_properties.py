@@ -45,8 +45,8 @@ def specs(draw: st.DrawFn) -> LayerSpec:
     )
     shape = shape._replace(topk=min(shape.topk, shape.global_experts))
     activation = draw(st.sampled_from((SILU, *h.MODIFIED)))
-    ue8m0, bias, invariant = (draw(st.booleans()) for _ in range(3))
-    spec = LayerSpec(shape, ue8m0=ue8m0, activation=activation, bias=bias, batch_invariant=invariant)
+    names = "ue8m0", "bias", "batch_invariant", "quantized"
+    spec = LayerSpec(shape, activation=activation, **{name: draw(st.booleans()) for name in names})
     return spec.with_shared_expert(2.5) if draw(st.booleans()) else spec
 
 
@@ -146,20 +146,23 @@ def test_a_layer(
     shape, rows = spec.shape, tokens * spec.shape.topk
     plan = BACKENDS[target].plan_layer(spec, tokens, sms)
     launches, at = plan.launches(LAYER_SLOTS, ids_64), LAYER_SLOTS
-    room = dict(zip((at.w13, at.w2), weight_bytes(shape), strict=True))
-    kernels = BACKENDS[target].layer_kernels(spec, Arrival.STANDARD)
+    room = dict(zip((at.w13, at.w2), weight_bytes(shape), strict=True)) | {at.hidden_states: tokens * shape.hidden}
+    kernels = BACKENDS[target].layer_kernels(spec, Arrival.QUANTIZED if spec.quantized else Arrival.STANDARD)
     check(launches, kernels, room, plan.choices.scratch)
     check_activation(launches, spec.activation)
     check_biases(launches, spec, (at.w13_bias, at.w2_bias))
     arguments = [argument for launch in launches for argument in launch.args]
     used = {getattr(argument, "address", argument) for argument in arguments}
-    unused = {at.scratch} if spec.bias else {at.scratch, at.w13_bias, at.w2_bias}
+    unused = {at.scratch, *(() if spec.bias else (at.w13_bias, at.w2_bias))}
+    unused |= set() if spec.quantized else {at.hidden_scale}
     assert set(at) - unused <= used, "every tensor is read or written"
     if tile_rows(plan):
         tiles = tile_capacity(rows, shape.local_experts, tile_rows(plan))
         needed = {"slots": 4 * rows, "tokens": 4 * rows, "num_rows": 4, "table": 16 * tiles, "num_tiles": 8}
         needed |= {"inner": rows * shape.intermediate, "down": 2 * rows * shape.hidden}
-        needed |= {"x": tokens * shape.hidden, "x_scales": tokens * shape.hidden // 32}
+        copies = 1 if getattr(plan.choices, "gathers", True) else shape.topk
+        needed |= {"x": copies * tokens * shape.hidden, "x_scales": copies * tokens * shape.hidden // 32}
+        assert ("x" in pieces(plan)) == (copies > 1 or not spec.quantized)
         have_room(plan, needed | {"inner_scales": scale_pitch(rows) * shape.intermediate // 32})
         assert len(named(launches, "table")) == len(named(launches, "block_m")) == 1
     assert all(launch.pdl == dict(launch.key.defines).get("PDL", launch.pdl) for launch in launches)

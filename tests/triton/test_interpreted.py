@@ -156,6 +156,20 @@ def test_a_shared_expert_and_a_scale_of_the_routed_ones(
     assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
 
 
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_tokens_that_arrive_quantized_give_the_same_bits(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), h.random_tokens(gen, tokens, HIDDEN)
+    routing = h.random_routing(gen, "some_missing", tokens, TOPK, EXPERTS)
+    q, scales = ops.per_token_group_quant_fp8(x)
+    _, actual, device = both(ops.fused_moe, q, *layer, *routing, hidden_scale=scales.contiguous())
+    assert not any("small_batch" in source for source in sources(device))
+    force_step(monkeypatch, next(run.args.block_m for run in device.launched if hasattr(run.args, "block_m")))
+    _, expected, _ = both(ops.fused_moe, x, *layer, *routing)
+    assert h.same_bits(actual, expected)
+
+
 def test_a_long_step_is_routed_in_chunks_of_several_parts(
     gen: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ def gate_up_few_rows_launch(
         partial: float32 `[k_splits, out.rows, 2 * out.k]`, partial sums of blocks that split K.
         k_splits: parts of K; several need `tiles.done_counters`.
         row_counters: counters of each row tile in `tiles.done_counters`.
-        pdl: it may start before the preceding kernel ends, which quantizes `a`.
+        pdl: it may start before the preceding kernel ends, which quantizes `a`, or writes `a_rows`.
     """
     return Launch(
         key,

@@ -32,10 +32,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
     routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
     route = route_launches(ids, at.expert_counts, routing, routed, step.tile.rows, step.row_counters)
     tiles = routed if step.pdl_down else Tiles(at.table, at.num_tiles)
-    permuted = {} if step.gathers else {"slots": at.slots, "topk": topk}
-    quantize = quantize_launch(
-        step.quantize, tensors.hidden_states, at.x, at.x_scales, step.tokens, hidden, pdl=step.gathers, **permuted
-    )
+    x, quantize = _rows_of_tokens(step, tensors, at)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
     down = _down_launch(step, inner, w2, at.down, tiles)
     combine = combine_launch(
@@ -50,15 +47,37 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
         routed_scale=step.spec.routed_scale,
         pdl=step.tile.streams_weights,  # with many blocks, waiting inside each one costs more than a late start
     )
-    return *route, quantize, _gate_up_launch(w13, step, at, inner, tiles), down, combine
+    return *route, *quantize, _gate_up_launch(x, w13, step, at, inner, tiles), down, combine
 
 
-def _gate_up_launch(w13: Weights, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles) -> Launch:
+def _rows_of_tokens(step: SortedStep, tensors: LayerAddresses, at: SortedScratch) -> tuple[Rows, list[Launch]]:
+    """Returns the rows that GEMM 1 reads, and the launches that make them: none if they are the tokens of the call."""
+    topk, hidden, *_ = step.spec.shape
+    scales = tensors.hidden_scale if step.spec.quantized else 0
+    if step.quantize is None:
+        return Rows.row_major(tensors.hidden_states, scales, step.tokens, hidden), []
+    if step.gathers:
+        x, permuted = Rows.row_major(at.x, at.x_scales, step.tokens, hidden), {}
+    else:
+        x, permuted = Rows.k_major(at.x, at.x_scales, step.rows, hidden), {"slots": at.slots, "topk": topk}
+    quantize = quantize_launch(
+        step.quantize,
+        tensors.hidden_states,
+        x.values,
+        x.scales,
+        step.tokens,
+        hidden,
+        x_scales=scales,
+        pdl=step.gathers,
+        **permuted,
+    )
+    return x, [quantize]
+
+
+def _gate_up_launch(x: Rows, w13: Weights, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles) -> Launch:
     activation = step.spec.activation.numbers
     if not step.gathers:
-        x = Rows.k_major(at.x, at.x_scales, step.rows, w13.k)
         return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, activation)
-    x = Rows.row_major(at.x, at.x_scales, step.tokens, w13.k)
     if step.gate_up.source == "gate_up":
         return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, activation, a_rows=at.tokens)
     return gate_up_few_rows_launch(

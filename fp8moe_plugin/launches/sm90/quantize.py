@@ -29,12 +29,14 @@ def quantize_launch(
     *,
     slots: Address = 0,
     topk: int = 0,
+    x_scales: Address = 0,
     pdl: bool = False,
 ) -> Launch:
     """Returns the launch that quantizes bfloat16 `[tokens, k]` at `x` to `q`, in the layout of the key.
 
     Args:
         slots: for `Layout.PERMUTED` the address of int32 `[tokens, topk]`, the rows that get each token; -1 for none.
+        x_scales: for `permute_key` the address of float32 `[tokens, k / 128]`; `x` is then e4m3.
         pdl: it may start before the preceding kernel ends. Only `Layout.K_MAJOR` waits for that kernel; with another
             layout, that kernel must not access these tensors.
     """
@@ -53,6 +55,7 @@ def quantize_launch(
             groups=groups,
             topk=topk,
             tokens_per_warp=tokens_per_warp,
+            x_scales=x_scales,
         ),
         pdl=pdl,
     )

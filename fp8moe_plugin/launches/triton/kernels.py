@@ -90,14 +90,15 @@ def triton_prepare_launches(
 ) -> list[Launch]:
     """Returns the launches that quantize a layer's tokens to `x`, with row-major scales, and give each pair a row.
 
-    Rows of an expert are consecutive, in the order of the pairs. The second element of `num_tiles` becomes the number
-    of rows.
+    If tokens arrive quantized, they are `x`, and no program quantizes. Rows of an expert are consecutive, in the order
+    of the pairs. The second element of `num_tiles` becomes the number of rows.
 
     Args:
         routing: its `counts` are int32 `[chunks, padded experts]`, unused for a single chunk.
     """
     experts, (chunks, parts) = ids.spec.shape.local_experts, route_chunks(ids.pairs)
-    tokens = {"x": hidden_states, "q": x.values, "scales": x.scales, "num_tokens": x.rows, "k": x.k}
+    num_tokens, addresses = (0, (0, 0, 0)) if ids.spec.quantized else (x.rows, (hidden_states, x.values, x.scales))
+    tokens = {"num_tokens": num_tokens, "k": x.k, **dict(zip(("x", "q", "scales"), addresses, strict=True))}
     common = pairs_arguments(ids)
     results = {
         "slots": routing.slots,
@@ -107,7 +108,7 @@ def triton_prepare_launches(
         "block_m": tiles.tile_rows,
     }
     key = (quantize_route_key if chunks == 1 else quantize_count_key)(target, ids.spec.ue8m0, experts)
-    grid = chunks + ceil_div(x.rows, dict(key.defines)["ROWS"]) * (x.k // GROUP)
+    grid = chunks + ceil_div(num_tokens, dict(key.defines)["ROWS"]) * (x.k // GROUP)
     if chunks == 1:
         return [triton_launch(key, grid, **tokens, **common, **results)]
     counted = {"counts": routing.counts, "parts": parts}

@@ -37,7 +37,8 @@ def _sorted_launches(step: TritonStep, tensors: LayerAddresses, ids: Ids) -> tup
     at = placed(step.scratch, tensors.scratch)
     tiles = TileTable(at.table, at.num_tiles, step.tiles, step.tile_rows)
     routing = TritonRouting(at.slots, at.tokens, at.counts)
-    x = Rows.row_major(at.x, at.x_scales, step.tokens, w13.k)
+    arrived = tensors.hidden_states, tensors.hidden_scale
+    x = Rows.row_major(*(arrived if step.spec.quantized else (at.x, at.x_scales)), step.tokens, w13.k)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, w2.k)
     return (
         *triton_prepare_launches(step.target, tensors.hidden_states, x, ids, routing, tiles),

@@ -89,6 +89,12 @@ def quantize_key(ue8m0: bool, layout: Layout) -> KernelKey:
 
 
 @functools.cache
+def permute_key() -> KernelKey:
+    """Copy of tokens that arrive quantized, in place of their quantization with `Layout.PERMUTED`."""
+    return KernelKey("quantize", (("LAYOUT", int(Layout.PERMUTED)), ("QUANTIZED", 1)), 256)
+
+
+@functools.cache
 def silu_mul_quant_key(ue8m0: bool, activation: Activation) -> KernelKey:
     return KernelKey("silu_mul_quant", _activation_macros(activation, ue8m0), 256)
 

@@ -21,6 +21,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     gate_up_few_rows_key,
     gate_up_key,
     gate_up_small_batch_key,
+    permute_key,
     quantize_key,
 )
 from fp8moe_plugin.plan.sm90.constants import (
@@ -84,7 +85,7 @@ class SortedStep:
     pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
     columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
-    quantize: KernelKey
+    quantize: KernelKey | None  # None: GEMM 1 gathers tokens that arrive quantized
     gate_up: KernelKey
     down: KernelKey
     scratch: SortedScratch
@@ -105,7 +106,7 @@ def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESS
         multiprocessors: of the GPU.
     """
     shape = spec.shape
-    only_sorted = spec.batch_invariant or any(spec.further_steps)
+    only_sorted = spec.batch_invariant or any(spec.further_steps) or spec.quantized
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
@@ -130,8 +131,9 @@ def small_batch_tokens(spec: LayerSpec, tokens: int) -> int:
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
     many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
-    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, and with packed
-    MXFP4 one of 4,500 repeats on a GPU had other bits, for a reason that is not found yet.
+    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, they quantize the
+    tokens themselves, and with packed MXFP4 one of 4,500 repeats on a GPU had other bits, for a reason that is not
+    found yet.
     """
     topk, hidden, intermediate, local_experts, global_experts = spec.shape
     pairs = tokens * topk
@@ -225,11 +227,18 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
         pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate),
         keep_b=keep_b,
         columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
-        quantize=quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED),
+        quantize=_quantize_key(spec, gathers),
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
         down=grouped_key(tile, keep_b, spec.weights, spec.bias),
-        scratch=sorted_scratch(shape, tokens, tile.rows, gathers, splits, counters),
+        scratch=sorted_scratch(spec, tokens, tile.rows, gathers, splits, counters),
     )
+
+
+def _quantize_key(spec: LayerSpec, gathers: bool) -> KernelKey | None:
+    """Returns the kernel that makes the rows that GEMM 1 reads, or None if these are the tokens as they arrive."""
+    if spec.quantized:
+        return None if gathers else permute_key()
+    return quantize_key(spec.ue8m0, Layout.ROW_MAJOR if gathers else Layout.PERMUTED)
 
 
 def k_splits(rows: int, shape: MoeShape) -> int:

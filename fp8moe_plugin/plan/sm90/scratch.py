@@ -10,13 +10,13 @@ from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.scratch import offsets, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.sm90.constants import NUM_TILES_LENGTH
 from fp8moe_plugin.plan.sm90.tiles import route_chunks
-from fp8moe_plugin.plan.spec import MoeShape
+from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 
 
 class SortedScratch(NamedTuple):
     """Scratch memory of a layer whose rows are sorted by expert; `rows` is T * topk."""
 
-    x: int  # e4m3 [rows, H], or [T, H] if GEMM 1 gathers
+    x: int  # e4m3 [rows, H], or [T, H] if GEMM 1 gathers; empty if it gathers tokens that arrive quantized
     x_scales: int  # float32, of x; K-major, or row-major if GEMM 1 gathers
     slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
     tokens: int  # int32 [rows]: the token of each row
@@ -63,15 +63,16 @@ class GroupedScratch(NamedTuple):
 
 
 def sorted_scratch(
-    shape: MoeShape, tokens: int, tile_rows: int, gathers: bool, k_splits: int, row_counters: int
+    spec: LayerSpec, tokens: int, tile_rows: int, gathers: bool, k_splits: int, row_counters: int
 ) -> SortedScratch:
     """Returns the layout for a step; the arguments are fields of `SortedStep` and its tile."""
-    topk, hidden, intermediate, local_experts, _ = shape
+    topk, hidden, intermediate, local_experts, _ = spec.shape
     rows = tokens * topk
+    gathered = 0 if spec.quantized else tokens
     tiles, chunks = tile_capacity(rows, local_experts, tile_rows), route_chunks(rows)
     sizes = (
-        (tokens if gathers else rows) * hidden,
-        4 * (tokens if gathers else scale_pitch(rows)) * (hidden // GROUP),
+        (gathered if gathers else rows) * hidden,
+        4 * (gathered if gathers else scale_pitch(rows)) * (hidden // GROUP),
         4 * rows,
         4 * rows,
         4,

@@ -44,10 +44,12 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         counts = quantize_count_key(target, ue8m0, experts)
         reasons[counts] = f"quantization, and tokens of each of up to {experts} experts, in longer steps"
         reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
+    reasons[combine_key(target)] = "the weighted sum of each token's experts"
+    if arrival is Arrival.QUANTIZED:
+        return reasons
     return reasons | {
         gate_up_small_batch_key(target, spec): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
         down_small_batch_key(target, spec): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",
-        combine_key(target): "the weighted sum of each token's experts",
     }
 
 

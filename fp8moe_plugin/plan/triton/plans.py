@@ -27,7 +27,7 @@ from fp8moe_plugin.plan.tuning import TRITON_DENSE_SHARE, TRITON_FEW_ROWS, TRITO
 class TritonScratch(NamedTuple):
     """Scratch memory of a layer; `rows` is T * topk."""
 
-    x: int  # e4m3 [T, H]
+    x: int  # e4m3 [T, H]; empty if tokens arrive quantized
     x_scales: int  # float32 [T, H / 128]
     slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
     tokens: int  # int32 [rows]: the token of each row
@@ -135,7 +135,7 @@ class TritonDense:
 def plan_layer(target: str, spec: LayerSpec, tokens: int) -> TritonStepPlan:
     """Returns the plan of a step of `tokens` tokens, at least 1."""
     rows_per_expert = tokens * spec.shape.topk / spec.shape.global_experts
-    if not spec.batch_invariant and rows_per_expert <= TRITON_SMALL_BATCH:
+    if not (spec.batch_invariant or spec.quantized) and rows_per_expert <= TRITON_SMALL_BATCH:
         return triton_small_batch_step(target, spec, tokens)
     return triton_step(target, spec, tokens, MORE_ROWS if spec.batch_invariant else choose_tile_rows(rows_per_expert))
 
@@ -156,11 +156,11 @@ def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> Triton
 def triton_step(target: str, spec: LayerSpec, tokens: int, tile_rows: int) -> TritonStep:
     """Returns the plan of a step in tiles of `tile_rows` rows."""
     topk, hidden, intermediate, experts, _ = spec.shape
-    rows = tokens * topk
+    rows, quantized = tokens * topk, 0 if spec.quantized else tokens
     tiles, (chunks, _) = tile_capacity(rows, experts, tile_rows), route_chunks(rows)
     sizes = (
-        tokens * hidden,
-        4 * tokens * (hidden // GROUP),
+        quantized * hidden,
+        4 * quantized * (hidden // GROUP),
         4 * rows,
         4 * rows,
         4 * chunks * padded_experts(experts),
