@@ -1,0 +1,75 @@
+"""The models of docs/recipes: their checkpoints, and what was measured of each."""
+
+from typing import NamedTuple
+
+
+class Measured(NamedTuple):
+    """Rows of a file in benchmarks/results: an engine's steps, or a layer's."""
+
+    result: str
+    model: str
+    what: str
+
+
+class Recipe(NamedTuple):
+    page: str
+    title: str
+    config: str  # a description in tests/checkpoint
+    checkpoint: str  # on the hub
+    family: str  # in docs/compatibility.md
+    about: str
+    measured: tuple[Measured, ...] = ()
+
+
+H100_LAYER = "the experts of one layer, all on one H100"
+QWEN35 = "an engine with all layers and random weights, on one H200"
+V3_TP8 = (
+    "an engine with 30 of the 61 layers, at the widths of one of 8 tensor-parallel GPUs, on one H200: half the model, "
+)
+V3_TP8 += "without the sums over GPUs"
+LAYERS = "models_layer-2026-11-26"
+RECIPES = (
+    Recipe(
+        "deepseek-v3", "DeepSeek-V3, V3.1 and R1", "DeepSeek-V3", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3, R1, V3.1",
+        "The commands are the same for `deepseek-ai/DeepSeek-V3.1` and `deepseek-ai/DeepSeek-R1`.",
+        (Measured("engine_e2e-dsv3-tp8-2026-11-26", "dsv3-tp8", V3_TP8),),
+    ),
+    Recipe(
+        "deepseek-v3.2", "DeepSeek-V3.2", "DeepSeek-V3.2-Exp", "deepseek-ai/DeepSeek-V3.2-Exp", "DeepSeek-V3.2",
+        "DeepSeek-V3's shapes, with sparse attention; the plugin also computes the indexer's logits.",
+    ),
+    Recipe(
+        "deepseek-v4-flash", "DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Flash",
+        "DeepSeek-V4-Flash, V4-Pro",
+        "The plugin re-encodes its experts to block FP8, or keeps them in MXFP4.",
+        (Measured(LAYERS, "DeepSeek-V4-Flash", f"{H100_LAYER}, in block FP8"),),
+    ),
+    Recipe(
+        "glm-5", "GLM-5, 5.1 and 5.2", "GLM-5.2-FP8", "zai-org/GLM-5.2-FP8", "GLM-5, 5.1, 5.2",
+        "With DeepSeek's sparse attention.",
+    ),
+    Recipe(
+        "glm-5.3-flash", "GLM-5.3-Flash", "GLM-5.3-Flash", "zai-org/GLM-5.3-Flash", "GLM-5.3-Flash",
+        "Attention stays in BF16.",
+        (Measured(LAYERS, "GLM-5.3-Flash", H100_LAYER),),
+    ),
+    Recipe(
+        "qwen3.5", "Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-FP8", "Qwen/Qwen3.5-397B-A17B-FP8", "Qwen3.5, Qwen3.6",
+        "Three of four layers have linear attention, which needs no KV cache.",
+    ),
+    Recipe(
+        "qwen3.6-35b", "Qwen3.5-35B-A3B and Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-FP8", "Qwen/Qwen3.6-35B-A3B-FP8",
+        "Qwen3.5, Qwen3.6",
+        "The commands are the same for `Qwen/Qwen3.5-35B-A3B-FP8`.",
+        (Measured("engine_e2e-qwen3.5-2026-11-27", "qwen3.5", QWEN35), Measured(LAYERS, "Qwen3.6-35B-A3B", H100_LAYER)),
+    ),
+    Recipe(
+        "qwen3-coder", "Qwen3-Coder-480B-A35B", "Qwen3-Coder-480B-A35B-Instruct-FP8",
+        "Qwen/Qwen3-Coder-480B-A35B-Instruct-FP8", "Qwen3-MoE: 30B, 235B, Coder",
+        "There is no shared expert.",
+    ),
+    Recipe(
+        "minimax-m2", "MiniMax-M2 to M2.7", "MiniMax-M2.7", "MiniMaxAI/MiniMax-M2.7", "MiniMax-M2 to M2.7",
+        "There is no shared expert.",
+    ),
+)  # fmt: skip
