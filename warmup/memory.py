@@ -104,7 +104,12 @@ def _experts(model: Model, parallel: Parallel, rank: RankShapes) -> list[ShapeRe
         weights = model.recoded_from or weights
     w13, w2 = [e.experts, 2 * e.intermediate, e.hidden], [e.experts, e.hidden, e.intermediate]
     shapes = (("w13", w13), ("w2", w2))
-    return [_shape(weights, f"experts.{name}", e.layers, shape, share) for name, shape in shapes if e.layers]
+    found = [_shape(weights, f"experts.{name}", e.layers, shape, share) for name, shape in shapes if e.layers]
+    if model.gpt_oss:
+        biases = [e.experts, 2 * e.intermediate + e.hidden]
+        nbytes = e.layers * math.prod(biases) * DTYPES["F32"].bits // 8
+        found.append(ShapeReport(name="experts' biases (F32)", layers=e.layers, shape=biases, bytes=nbytes))
+    return found
 
 
 def _bf16_experts(model: Model, parallel: Parallel, rank: RankShapes, layers: int) -> list[ShapeReport]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fp8moe_plugin.checkpoint import gpt_oss
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.quoting import shown
@@ -49,6 +50,8 @@ def experts_activations(fields: Mapping[str, Any], layers: Iterable[int]) -> tup
 
 
 def _layer_activations(fields: Mapping[str, Any], layer: int) -> list[Activation]:
+    if fields.get("model_type") == gpt_oss.MODEL_TYPE:
+        return [gpt_oss.ACTIVATION]
     limit, alpha, beta = _limit(fields, layer), fields.get("swiglu_alpha"), fields.get("swiglu_beta")
     # transformers changes the name to silu, and keeps alpha.
     if alpha is not None or any(fields.get(name) == OAI for name in NAMES):

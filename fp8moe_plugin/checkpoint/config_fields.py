@@ -16,6 +16,7 @@ FAMILIES = (
         "glm4v_moe_text",
         "glm5_next_text",
         "glm_moe_dsa",
+        "gpt_oss",
         "hunyuan_v1_moe",
         "kimi_k2",
         "laguna",

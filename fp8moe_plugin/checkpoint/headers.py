@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from fp8moe_plugin.checkpoint import gpt_oss
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.checkpoint.untrusted import ADVICE, MAX_SIZE, Limits, is_hub_snapshot, opened, read_json
 from fp8moe_plugin.errors import CheckpointError
@@ -66,6 +67,7 @@ def check_shards(
     names, holding = _file_names(folder, layer)
     spent, quantized = Limits(0, 0, 0), () if spec.online else served
     tables = [_wanted(experts, spec, scales, is_quantized) for is_quantized in (False, True)]
+    of_all = gpt_oss.wanted_tensors(experts) if spec.gpt_oss else {}
     missing = _missing(folder, names)
     if missing and len(missing) < len(names) and not is_hub_snapshot(folder):
         raise _incomplete(folder, names, missing)
@@ -75,8 +77,10 @@ def check_shards(
             header = read_header(file, path)
         spent = add_header(spent, header, folder)
         for tensor, entry in header.tensors.items():
-            match = EXPERT.search(tensor)
-            if match:
+            if of_all and (match := gpt_oss.TENSOR.search(tensor)):
+                if entry["shape"] not in of_all[match[1]].get(entry["dtype"], []):
+                    raise _contradiction(path, tensor, entry, of_all[match[1]], experts)
+            elif match := EXPERT.search(tensor):
                 where, expert, weight = match.groups()
                 wanted = tables[int(where) in quantized]
                 if weight not in wanted:

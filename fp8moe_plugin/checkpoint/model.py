@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint import deepseek_v4
+from fp8moe_plugin.checkpoint import deepseek_v4, gpt_oss
 from fp8moe_plugin.checkpoint.activations import check_limit, experts_activations
 from fp8moe_plugin.checkpoint.cache import Indexer, KvCache
 from fp8moe_plugin.checkpoint.config_fields import FAMILIES, Config, parse_config
@@ -58,14 +58,15 @@ def _read(folder: Path) -> Model:
     if is_v4:
         deepseek_v4.check_format(fields, spec)
         spec = replace(spec, unquantized=deepseek_v4.engine_names(spec.unquantized))
-    check_experts(fields, spec.unquantized, spec.online)
+    gpt_oss.check_format(fields, spec)
+    check_experts(fields, spec.unquantized, spec.online, spec.gpt_oss)
     config = parse_config(fields, description.file)
     moe = moe_layers(config)
     suffixes = config.model_type in BY_SUFFIX
-    unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online)
+    unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online, spec.gpt_oss)
     served = [layer for layer in moe if not unquantized.has(layer, "ffn.experts" if is_v4 else "mlp.experts")]
     if served:
-        check_experts(fields, online=spec.online)
+        check_experts(fields, online=spec.online, gpt_oss=spec.gpt_oss)
         check_limit(fields)
     either = may_be_fp4(fields) and not spec.online
     dtype = stored_dtype(folder) if either else None
@@ -120,6 +121,8 @@ def _model(
         plain=plain,
         plain_experts=plain_experts if plain_experts.layers else None,
         recoded_from=spec.recoded_from,
+        gpt_oss=spec.gpt_oss,
+        router=gpt_oss.ROUTER if spec.gpt_oss else Model.router,
         mtp_layers=config.num_nextn_predict_layers,
         context=config.max_position_embeddings,
         unknown_family=None if config.model_type in FAMILIES else shown(config.model_type),

@@ -91,6 +91,7 @@ class Model:
     weights: WeightFormat = FP8_BLOCK  # of the quantized experts
     dense_weights: WeightFormat = FP8_BLOCK  # of the quantized dense layers
     activations: tuple[Activation, ...] = (SILU,)  # of the quantized experts; that of most layers first
+    gpt_oss: bool = False  # experts have biases, and their hidden size is padded to whole scale blocks
     # Memory depends on these fields, but no kernel and no split does.
     cache: KvCache | None = field(default=None, compare=False)
     plain: tuple[Dense, ...] = field(default=(), compare=False)  # dense layers that the checkpoint keeps unquantized
@@ -131,6 +132,11 @@ def experts_refusal(hidden: int) -> str | None:
     if hidden % GROUP:
         return f"hidden size {hidden} is not a multiple of {GROUP}, the size of a scale block"
     return None
+
+
+def padded_hidden(hidden: int) -> int:
+    """Returns the hidden size of gpt-oss's experts in whole scale blocks, to which engines pad the tokens."""
+    return ceil_div(hidden, GROUP) * GROUP
 
 
 def local_intermediate(intermediate: int, ranks: int) -> int:

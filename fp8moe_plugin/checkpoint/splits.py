@@ -25,6 +25,7 @@ from fp8moe_plugin.checkpoint.shapes import (
     is_down,
     is_gate_up,
     local_intermediate,
+    padded_hidden,
     rank_dense,
 )
 from fp8moe_plugin.errors import UnsupportedError
@@ -63,7 +64,7 @@ def rank_shapes(model: Model, parallel: Parallel) -> RankShapes:
     experts, width = model.experts, local_intermediate(model.experts.intermediate, parallel.sharing)
     layers, count = ceil_div(experts.layers, parallel.pp), ceil_div(experts.experts, parallel.ep)
     return RankShapes(
-        experts=replace(experts, layers=layers, experts=count, intermediate=width),
+        experts=replace(experts, layers=layers, experts=count, hidden=_rank_hidden(model), intermediate=width),
         dense=tuple(rank_dense(layer, parallel) for layer in model.dense),
         experts_placement=place_rank_experts(model, parallel),
         dense_placements=tuple(_place(model, layer, parallel) for layer in model.dense),
@@ -74,7 +75,7 @@ def place_rank_experts(model: Model, parallel: Parallel) -> Placement:
     """Returns who computes the experts of a model that is split this way."""
     experts, kinds = model.experts, (kind_refusal(model.weights, activation) for activation in model.activations)
     part = ExpertsPart(
-        experts.hidden,
+        _rank_hidden(model),
         experts.intermediate,
         parallel.sharing,
         ceil_div(experts.experts, parallel.ep),
@@ -83,6 +84,10 @@ def place_rank_experts(model: Model, parallel: Parallel) -> Placement:
     stored = (model.recoded_from or model.weights) if model.quantized else None
     blocks = stored is not None and stored is not MXFP4 and stored.weight_block is not None
     return place_experts(part, sglang_experts(stored) if parallel.sglang else Engine("vLLM", blocks))
+
+
+def _rank_hidden(model: Model) -> int:
+    return padded_hidden(model.experts.hidden) if model.gpt_oss else model.experts.hidden
 
 
 def computes_experts(model: Model, parallel: Parallel) -> bool:
@@ -130,9 +135,12 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
     tp, experts = parallel.tp, model.experts
     if model.heads % tp or (model.kv_heads % tp and tp % model.kv_heads):
         return f"{tp} ranks cannot share {model.heads} attention heads with {model.kv_heads} key/value heads"
-    if parallel.ep > experts.experts or (parallel.sglang and experts.experts % parallel.ep):
-        equally = " equally, which SGLang requires" if parallel.ep <= experts.experts else ""
+    whole = parallel.sglang or model.gpt_oss
+    if parallel.ep > experts.experts or (whole and experts.experts % parallel.ep):
+        equally = f" equally, which {engine_name(parallel)} requires" if parallel.ep <= experts.experts else ""
         return f"{parallel.ep} ranks cannot share {experts.experts} experts{equally}"
+    if parallel.sglang and model.gpt_oss:
+        return "gpt-oss is only supported under vLLM"
     if parallel.pp > 1 and model.cache and parallel.pp > model.cache.layers:
         return f"{parallel.pp} stages cannot share {model.cache.layers} layers"
     server, why = place_rank_experts(model, parallel)

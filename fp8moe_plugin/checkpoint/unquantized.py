@@ -54,11 +54,16 @@ class Unquantized:
     with `re:` are regular expressions (`patterns.py`). With `suffixes`, an entry may also be the end of a full
     name. With `nested`, the language model is a part of another model, and patterns match vLLM's names of its
     layers. With `online`, the whole checkpoint is unquantized: a layer counts as unquantized if it is not quantized
-    while it is loaded, see `layers.unquantized.is_quantized`.
+    while it is loaded, see `layers.unquantized.is_quantized`. With `only_experts`, all other layers are unquantized.
     """
 
     def __init__(
-        self, names: Sequence[str], suffixes: bool = False, nested: bool = False, online: bool = False
+        self,
+        names: Sequence[str],
+        suffixes: bool = False,
+        nested: bool = False,
+        online: bool = False,
+        only_experts: bool = False,
     ) -> None:
         self.above = "language_model.model.layers" if nested else "model.layers"
         self.suffixes = set(names) if suffixes else set()
@@ -66,11 +71,13 @@ class Unquantized:
         for match in filter(None, map(LAYER_NAME.fullmatch, names)):
             self.names.setdefault(match[1], set()).add(match[2])
         self.patterns = [name for name in names if name.startswith(PATTERN)]
-        self.online = online
+        self.online, self.only_experts = online, only_experts
 
     def has(self, layer: int, name: str) -> bool:
         if name.endswith(NEVER):
             return True
+        if self.only_experts:
+            return name not in EXPERTS
         if self.online:
             return name.startswith(DELTA_NET)
         listed = self.names.get(str(layer), set())

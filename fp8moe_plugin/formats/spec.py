@@ -9,7 +9,7 @@ from fp8moe_plugin.formats.compressed import is_compressed, parse_compressed
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.modelopt import cache_bits, parse_modelopt
-from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import shown
@@ -21,6 +21,7 @@ WEIGHT = "weight"  # suffix of weights' names
 SCALE_NAMES = tuple(dict.fromkeys(name for known in FORMATS for name in known.scale_names))
 SCALE, COMPRESSED_SCALE = FP8_BLOCK.scale_names
 METHODS = ("fp8", "deepseek_v4_fp8")  # vLLM replaces the first by the second for DeepSeek-V4
+GPT_OSS_METHODS = ("mxfp4", "gpt_oss_mxfp4")  # likewise for gpt-oss
 WEIGHT_BLOCK = list(FP8_BLOCK.scales.block)
 E4M3 = ("e4m3", "float8_e4m3fn")
 STORED = ("store_dtype", "routed_experts_quant_method")  # must be absent
@@ -39,6 +40,8 @@ class QuantSpec:
     dense: WeightFormat = FP8_BLOCK  # of dense layers
     input_scales: bool = False  # whether the checkpoint has scales of activations, which are not used
     cache_bits: int | None = None  # of an element of the KV cache, if the checkpoint asks for quantized ones
+    # All experts of a layer are one tensor, in which gate and up rows alternate; all other layers are unquantized.
+    gpt_oss: bool = False
 
     @property
     def stores_blocks(self) -> bool:
@@ -53,8 +56,8 @@ def parse_quantization(config: dict[str, Any]) -> QuantSpec:
     """Parse a `quantization_config`.
 
     Raises:
-        UnsupportedError: it does not describe FP8 with a scale for each 128x128 block, each row or each weight, or its
-            list of unquantized layers is not valid.
+        UnsupportedError: it describes neither FP8 with a scale for each 128x128 block, each row or each weight, nor
+            MXFP4 as gpt-oss has it, or its list of unquantized layers is not valid.
     """
     if is_compressed(config):
         scheme = parse_compressed(config)
@@ -63,6 +66,9 @@ def parse_quantization(config: dict[str, Any]) -> QuantSpec:
         return replace(spec, cache_bits=scheme.cache_bits)
     if (ignored := parse_modelopt(config)) is not None:
         return replace(_by_row(True, ignored), cache_bits=cache_bits(config))
+    method = config.get("quant_method")
+    if isinstance(method, str) and method.lower() in GPT_OSS_METHODS:
+        return replace(recoded(QuantSpec(FP8_BLOCK), MXFP4), gpt_oss=True)
     _check_scheme(config)
     names = _names(config, "ignored_layers") or _names(config, "modules_to_not_convert")
     if config.get("weight_block_size") is None:

@@ -104,9 +104,10 @@ def rank_bias(bias: torch.Tensor, own: torch.Tensor, shard_id: str, rank: int) -
     """Returns a rank's part of the bias of w1, w2 or w3 of an expert: of w2's, all on the first rank, else zeros.
 
     Args:
-        own: the part of the parameter; the last ranks' parts of w1 and w3 are zero-padded.
+        own: the part of the parameter, to whose size the bias is zero-padded.
     """
     if shard_id == "w2":
-        return bias if rank == 0 else torch.zeros_like(bias)
-    part = bias[rank * len(own) : (rank + 1) * len(own)]
+        part = bias if rank == 0 else torch.zeros_like(bias)
+    else:
+        part = bias[rank * len(own) : (rank + 1) * len(own)]
     return torch.nn.functional.pad(part, (0, len(own) - len(part)))

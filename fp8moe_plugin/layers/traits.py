@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.errors import Fp8MoeError
+from fp8moe_plugin.errors import Fp8MoeError, UnsupportedError
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.settings import NAME, settings
 
@@ -65,7 +65,11 @@ class Entry(Traits):
         try:
             if not settings().take_fp8:
                 return False
-            cls.config().check(checkpoint, hf_config)
+            if cls.config().check(checkpoint, hf_config).gpt_oss:
+                raise UnsupportedError(
+                    f"The experts of gpt-oss cannot be left to {cls.engine} later, whatever its options are. Add "
+                    f"--quantization {NAME}."
+                )
         except Fp8MoeError as error:
             cls._leave(error)
             return False

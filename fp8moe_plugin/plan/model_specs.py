@@ -10,4 +10,4 @@ def model_specs(model: Model, shape: MoeShape) -> list[LayerSpec]:
     Args:
         shape: the sizes of a layer on one rank.
     """
-    return [LayerSpec(shape, model.weights, model.ue8m0, activation) for activation in model.activations]
+    return [LayerSpec(shape, model.weights, model.ue8m0, each, bias=model.gpt_oss) for each in model.activations]

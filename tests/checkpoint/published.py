@@ -12,7 +12,6 @@ REFUSED = {  # with a part of the message
     "Kimi-K3": "num_bits' of the checkpoint's quantization_config is 4|quant_method is 'mxfp4'",  # vLLM renames it
     "Nemotron-3-Nano-30B-A3B-BF16": "mlp_hidden_act is 'relu2'",
     "gemma-4-26B-A4B": "hidden_activation is 'gelu_pytorch_tanh'",
-    "gpt-oss-120b": "quant_method is '(gpt_oss_)?mxfp4'",  # vLLM renames it
 }
 SERVED = sorted(PATHS.keys() - REFUSED.keys())
 # Families on Hopper GPUs in 2026, by demand. Of those without a name, no config.json is at hand.
@@ -35,7 +34,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "Step-3.5": ("Step-3.5-Flash-FP8",),
     "Qwen3-Next": ("Qwen3-Next-80B-A3B-Thinking",),
     "Qwen3": ("Qwen3-30B-A3B-FP8",),
-    "gpt-oss": ("gpt-oss-120b",),
+    "gpt-oss": ("gpt-oss-120b", "gpt-oss-20b"),
     "Nemotron-3": ("Nemotron-3-Nano-30B-A3B-BF16",),
     "Llama-4, Gemma-4, Mistral-Large-3, dots3, LongCat-2.0, Inkling": (
         "Llama-4-Scout-17B-16E-Instruct",

@@ -53,6 +53,8 @@ READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
     ),
     "Qwen3.6-35B-A3B-FP8": ((41, 256, 8, 2048, 512), 10, ("self_attn.qkv_proj", 11, 2048, (8192, 512, 512))),
     "Qwen3.8-Flash-Next-FP8": ((49, 512, 10, 2560, 640), 12, ("mlp.shared_expert.down_proj", 49, 640, (2560,))),
+    "gpt-oss-120b": ((36, 128, 4, 2880, 2880), 18, ("self_attn.qkv_proj", 36, 2880, (4096, 512, 512))),
+    "gpt-oss-20b": ((24, 32, 4, 2880, 2880), 12, ("self_attn.o_proj", 24, 4096, (2880,))),
     "Llama-4-Scout-17B-16E-Instruct": ((48, 16, 1, 5120, 8192), 48, ("self_attn.o_proj", 48, 5120, (5120,))),
     "Qwen3-Next-80B-A3B-Thinking": ((48, 512, 10, 2048, 512), 12, ("linear_attn.out_proj", 36, 4096, (2048,))),
     "Step-3.5-Flash-FP8": (
@@ -153,7 +155,9 @@ def test_short_names_of_ling_keep_layers_unquantized(tmp_path):
     assert model.incomplete_names == ()
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"DeepSeek-V4-Flash-NVFP4", "gpt-oss-120b"}))  # patterns
+@pytest.mark.parametrize(
+    "name", sorted({*NAMES} - {"DeepSeek-V4-Flash-NVFP4", "gpt-oss-120b", "gpt-oss-20b"})
+)  # patterns
 def test_published_lists_of_unquantized_layers_have_full_names(name):
     quantization = described(name).get("quantization_config") or {}
     assert incomplete_names(quantization.get("modules_to_not_convert") or quantization.get("ignore") or ()) == ()

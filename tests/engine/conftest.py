@@ -20,6 +20,7 @@ from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
 from fp8moe_plugin.compare.cells import EAGER
 from tests.compressed import BY_ROW, STATIC, requantize
 from tests.conftest import has_hopper, vllm_builds
+from tests.engine import tiny_gpt_oss
 from tests.engine.generate import BEGINS
 from tests.shared import built_once
 from warmup.__main__ import main as warmup
@@ -45,6 +46,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+needs_attention_with_sinks = pytest.mark.skipif(
+    has_hopper(), reason="on a GPU, vLLM's gpt-oss needs packages that are not installed here"
+)
+
+
 @dataclass(frozen=True)
 class Engine:
     """What `tests.engine.generate` starts, lets answer, reloads from other checkpoints, and lets answer after each."""
@@ -64,6 +70,17 @@ class Served(NamedTuple):
     status: int  # of the process, which a failure in another process ends
 
 
+# Of gpt-oss, where no test would skip them, and one that fails would end the others of its process.
+GPT_OSS: dict[str, dict[str, Engine]] = {
+    "ours": {"gpt_oss": Engine("gpt_oss-fp4", EAGER | OURS, ("gpt_oss-other", "gpt_oss-fp4"))},
+    "without the plugin": {"gpt_oss twin": Engine("gpt_oss-bf16", EAGER)},
+    "two ranks": {
+        "gpt_oss tp2": Engine("gpt_oss-fp4", TP2 | OURS),
+        "gpt_oss ep2": Engine("gpt_oss-fp4", EP2 | OURS),
+    },
+}
+if has_hopper():
+    GPT_OSS = {process: {} for process in GPT_OSS}
 # Those of a process by their names. What may end it is started last.
 PROCESSES: dict[str, dict[str, Engine]] = {
     "ours": {
@@ -75,9 +92,13 @@ PROCESSES: dict[str, dict[str, Engine]] = {
         "deepseek_v3 mtp": Engine("deepseek_v3-fp8", EAGER | OURS | MTP),
         "qwen3_moe by row": Engine("qwen3_moe-by-row", EAGER | OURS),
         "deepseek_v3 static": Engine("deepseek_v3-static", EAGER | OURS),
+        **GPT_OSS["ours"],
         "qwen3_moe without a scale": Engine("qwen3_moe-without-a-scale", EAGER | OURS),
     },
-    "without the plugin": {f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in SHAPES},
+    "without the plugin": {
+        **{f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in SHAPES},
+        **GPT_OSS["without the plugin"],
+    },
     "compiled": {"deepseek_v3 compiled": Engine("deepseek_v3-fp8", COMPILED | OURS)},
     "multiprocess": {
         "deepseek_v3 unmerged": Engine("deepseek_v3-fp8", EAGER),
@@ -90,6 +111,7 @@ PROCESSES: dict[str, dict[str, Engine]] = {
         "deepseek_v3_odd online": Engine(
             "deepseek_v3_odd-bf16", TP2 | OURS | RELOADABLE, ("deepseek_v3_odd-other", "deepseek_v3_odd-bf16")
         ),
+        **GPT_OSS["two ranks"],
         "qwen3_moe ep2": Engine("qwen3_moe-fp8", EP2 | OURS, ("qwen3_moe-without-a-weight",)),
     },
     "two ranks of the other family": {"qwen3_moe tp2": Engine("qwen3_moe-fp8", TP2 | OURS)},
@@ -97,6 +119,7 @@ PROCESSES: dict[str, dict[str, Engine]] = {
 ENVIRONMENTS = {
     "multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "FP8MOE_MERGE_SHARED_EXPERT": "0", "FP8MOE_TAKE_FP8": "1"},
     "without the plugin": {"VLLM_PLUGINS": ""},
+    "two ranks": {"FP8MOE_FP4_EXPERTS": "mxfp4"},
     "compiled": {"TORCHDYNAMO_DISABLE": "0"},
 }
 
@@ -127,6 +150,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_checkpoints(folder: Path) -> None:
+    for name in ("gpt_oss-fp4", "gpt_oss-bf16", "gpt_oss-other"):
+        tiny_gpt_oss.write(folder / name, not name.endswith("bf16"), "other" * name.endswith("other"))
     for family, shape in SHAPES.items():
         for kind in ("fp8", "bf16"):
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")

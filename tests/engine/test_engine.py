@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.checkpoints.answers import LARGEST_DIFFERENCE, compare
 from tests import faults
-from tests.engine.conftest import needs_compiler, needs_two_gpus
+from tests.engine.conftest import needs_attention_with_sinks, needs_compiler, needs_two_gpus
 
 MERGES = "fp8moe: shared experts are computed as one more expert"
 SERVES = "fp8moe serves the experts: backend "
@@ -21,6 +21,7 @@ BACKEND = "sm90" if torch.cuda.is_available() else "reference"
         "deepseek_v3 static",
         "qwen3_moe by row",
         "deepseek_v3 mtp",
+        *[pytest.param(f"gpt_oss{ranks}", marks=needs_attention_with_sinks) for ranks in ("", " tp2", " ep2")],
         "qwen3_moe multiprocess",
         "deepseek_v3 unmerged",
         pytest.param("deepseek_v3 compiled", marks=needs_compiler),
@@ -68,10 +69,16 @@ def test_an_engine_does_not_start_without_the_scales_of_an_expert(engines):
     assert "w2_weight_scale_inv of local expert 3: a tensor is missing" in refused
 
 
-@needs_two_gpus
-def test_an_engine_loads_again_what_it_loaded(engines):
-    first, other, again = engines("deepseek_v3_odd online").answers
-    difference, *_ = compare(other, engines("deepseek_v3_odd twin").answers[0])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("deepseek_v3_odd online", marks=needs_two_gpus),
+        pytest.param("gpt_oss", marks=needs_attention_with_sinks),
+    ],
+)
+def test_an_engine_loads_again_what_it_loaded(engines, name):
+    first, other, again = engines(name).answers
+    difference, *_ = compare(other, engines(f"{name.partition(' ')[0]} twin").answers[0])
     assert difference > 2 * LARGEST_DIFFERENCE
     assert again == first
 

@@ -81,6 +81,11 @@ class Fp8MoeConfig(Traits, Fp8Config):
                 "SGLang does not pass on hf_quant_config.json. Copy its content to quantization_config of config.json."
             )
         spec = parse_quantization(config)
+        if spec.gpt_oss:
+            raise UnsupportedError(
+                f"--quantization {NAME}: the checkpoint's quant_method is 'mxfp4', as gpt-oss has it, which is only "
+                "supported under vLLM. Remove --quantization to let the engine choose the method."
+            )
         check_platform()
         return spec
 

@@ -32,9 +32,9 @@ def load_bias(
     """Load the bias of w1, w2 or w3 of an expert: that of w2 only on the first of the ranks that share the expert."""
     local = compat.local_expert(layer, expert_id)
     if local is not None:
-        own, moe = param.data[local], layer.moe_config
+        own, share = param.data[local], layer.fp8moe_loading.arriving.share
         own = own if shard_id == "w2" else own.chunk(2)[shard_id == "w3"]
-        own.copy_(rank_bias(loaded_weight, own, shard_id, moe.tp_rank))
+        own.copy_(rank_bias(loaded_weight, own, shard_id, share.rank))
     return local is not None if return_success else None
 
 
@@ -57,8 +57,8 @@ def check_bias(
     """
     if compat.local_expert(layer, expert_id) is None:
         return None, loaded_weight
-    loading, moe = layer.fp8moe_loading, layer.moe_config
+    loading = layer.fp8moe_loading
     if loading.in_place:
         loading.model.written = True
-    rows = moe.hidden_dim if shard_id == "w2" else moe.intermediate_size
+    rows = loading.arriving.hidden if shard_id == "w2" else loading.arriving.intermediate
     return None, checked_bias(f"{weight_name} ({shard_id} of expert {expert_id})", param, loaded_weight, rows)

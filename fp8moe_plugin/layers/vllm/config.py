@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.platforms import current_platform
 
-from fp8moe_plugin.checkpoint import deepseek_v4
+from fp8moe_plugin.checkpoint import deepseek_v4, gpt_oss
 from fp8moe_plugin.checkpoint.config_json import language_model
 from fp8moe_plugin.checkpoint.expert_format import FIELD, expert_format, may_be_fp4
 from fp8moe_plugin.checkpoint.parallel import Parallel
@@ -39,6 +39,7 @@ from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.deepseek_v4 import dtype_of_experts
 from fp8moe_plugin.layers.vllm.experts import layer_spec
 from fp8moe_plugin.layers.vllm.fallback import engine_config
+from fp8moe_plugin.layers.vllm.gpt_oss import gpt_oss_method
 from fp8moe_plugin.layers.vllm.indexer import serve_indexer
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
@@ -108,7 +109,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
             if fields is None:
                 raise UnsupportedError("It describes no model with experts, for which kernels can be precompiled.")
             deepseek_v4.check_format(fields, spec)
-            check_experts(fields, spec.unquantized)
+            gpt_oss.check_format(fields, spec)
+            check_experts(fields, spec.unquantized, gpt_oss=spec.gpt_oss)
         return spec
 
     @classmethod
@@ -134,7 +136,10 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if not fields:
             return
         deepseek_v4.check_format(fields, self.spec)
-        check_experts(fields, self.ignored_layers, self.online)
+        gpt_oss.check_format(fields, self.spec)
+        check_experts(fields, self.ignored_layers, self.online, self.spec.gpt_oss)
+        if self.spec.gpt_oss:
+            announce_form(self.spec)
         if self.online or not may_be_fp4(fields):
             return
         found = expert_format(fields, dtype_of_experts(model_name, revision, fields))
@@ -142,8 +147,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if found is MXFP4:
             self.spec = recoded(self.spec, MXFP4)
             self.model.scales = scale_names(self.spec)
-            done, form = "re-encoded to" if self.spec.weights is FP8_BLOCK else "kept as", self.spec.weights.name
-            log_once(logging.INFO, f"experts in MXFP4 are {done} {form} (FP8MOE_FP4_EXPERTS={settings().fp4_experts})")
+            announce_form(self.spec)
 
     def _watch_worker(self) -> None:
         """Watch the modules that hold a layer. Once per model, also hook the worker's steps and multiprocessor limit.
@@ -177,7 +181,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
             quantized = self.kv_cache_scheme and isinstance(method, BaseKVCacheMethod)
             return self._own_config().get_quant_method(layer, prefix) if quantized else method
         linear = isinstance(layer, LinearBase)
-        if self._is_skipped(prefix):
+        if self._is_skipped(prefix) or (linear and self.spec.gpt_oss):
             if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix), "vLLM")
             return UnquantizedLinearMethod() if linear else UnquantizedFusedMoEMethod(layer.moe_config)
@@ -189,7 +193,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
         try:
             return self._experts_method(layer, prefix)
         except UnsupportedError as error:
-            if not (settings().take_fp8 and fallback_allowed()):
+            if not (settings().take_fp8 and fallback_allowed()) or self.spec.gpt_oss:
                 raise
             method = self.engine_method(layer, prefix)  # the user did not ask for ours
             self.model.leave_layer(prefix, "experts", str(error), method)
@@ -216,7 +220,7 @@ class Fp8MoeConfig(Traits, Fp8Config):
     def _experts_method(self, layer: RoutedExperts, prefix: str) -> Any:
         shared = self.dense_layers.take(prefix)
         refusal = refusal_of(layer.moe_config, layer_spec(layer.moe_config, self.spec), self.spec.stores_blocks)
-        if refusal and refusal.engine:
+        if refusal and refusal.engine and not self.spec.gpt_oss:  # whose tensors vLLM's loader finds by its own config
             return self._engine_experts(layer, prefix, refusal)
         return moe_method(self.spec)(layer.moe_config, self.spec, prefix, warmup_command(), self.model, shared)
 
@@ -258,9 +262,18 @@ def moe_method(spec: QuantSpec) -> type[Fp8MoeMethod]:
     """Returns the method of experts, by how they are loaded."""
     if spec.online:
         return OnlineMoeMethod
+    if spec.gpt_oss:
+        return gpt_oss_method(spec)
     if spec.weights is PACKED_MXFP4:
         return PackedMoeMethod
     return RecodedMoeMethod if spec.recoded_from else Fp8MoeMethod
+
+
+def announce_form(spec: QuantSpec) -> None:
+    """Log the form of experts whose checkpoint has them in MXFP4."""
+    done = "re-encoded to" if spec.weights is FP8_BLOCK else "kept as"
+    form = f"{done} {spec.weights.name} (FP8MOE_FP4_EXPERTS={settings().fp4_experts})"
+    log_once(logging.INFO, f"experts in MXFP4 are {form}")
 
 
 def warmup_command() -> str:

@@ -11,7 +11,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
-from fp8moe_plugin.checkpoint.shapes import local_intermediate
+from fp8moe_plugin.checkpoint import gpt_oss
+from fp8moe_plugin.checkpoint.shapes import local_intermediate, padded_hidden
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import ceil_div
@@ -22,6 +23,7 @@ from fp8moe_plugin.settings import batch_invariant
 # Not supported: MoRI (AMD only), MoonEP (supplies weights of its own), passthrough (leaves dispatch to the experts) and
 # FlashInfer (vLLM's own FP8 experts refuse it too).
 ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency", "deepep_v2", "nixl_ep")
+ALTERNATING = {gpt_oss.ACTIVATION.kind: "swigluoai"}  # vLLM's name where gate and up rows alternate
 SWIGLUSTEP, SWIGLUSTEP_LIMIT = "swiglustep", 7.0  # vLLM's kernel for it has no other limit, and ignores a given one
 
 
@@ -47,7 +49,8 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
 
     @classmethod
     def _supports_activation(cls, activation: MoEActivation) -> bool:
-        return bool(activation.value == cls.spec.activation.kind)  # `check_layer` has refused what no kernel computes
+        kinds = cls.spec.activation.kind, ALTERNATING.get(cls.spec.activation.kind)
+        return activation.value in kinds  # `check_layer` has refused what no kernel computes
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -163,11 +166,12 @@ def experts_class(arrival: Arrival, spec: LayerSpec) -> type[Fp8MoeExperts]:
 def layer_spec(moe: Any, quant: QuantSpec) -> LayerSpec:
     """Returns the spec of a layer that vLLM's configuration describes, without a shared expert."""
     intermediate = local_intermediate(moe.intermediate_size, moe.tp_size)
+    hidden = padded_hidden(moe.hidden_dim) if quant.gpt_oss else moe.hidden_dim
     return LayerSpec(
-        MoeShape(moe.experts_per_token, moe.hidden_dim, intermediate, moe.num_local_experts, moe.num_experts),
+        MoeShape(moe.experts_per_token, hidden, intermediate, moe.num_local_experts, moe.num_experts),
         weights=quant.weights,
         ue8m0=quant.ue8m0,
-        activation=layer_activation(moe),
+        activation=gpt_oss.ACTIVATION if quant.gpt_oss else layer_activation(moe),
         bias=moe.has_bias,
         batch_invariant=batch_invariant(),
     )

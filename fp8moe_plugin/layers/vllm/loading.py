@@ -4,13 +4,14 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.loading import as_kept, check_loaded, check_tensor, holds_nan, per_row, shape_errors
+from fp8moe_plugin.layers.pack import Share
 from fp8moe_plugin.layers.parameters import is_bias, role_of, unset
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.biases import check_bias
@@ -19,6 +20,14 @@ from fp8moe_plugin.layers.vllm.model_state import ModelState
 # Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`, or None for one of another
 # rank, and the tensor for the loader.
 Check = Callable[..., tuple[str | None, torch.Tensor]]
+
+
+class Arriving(NamedTuple):
+    """The tensors of an expert as vLLM's model passes them to a loader."""
+
+    hidden: int
+    intermediate: int  # channels in the tensors
+    share: Share  # the part of them that belongs to this rank
 
 
 class LayerLoading:
@@ -38,6 +47,7 @@ class LayerLoading:
         self.check_reloadable: Callable[[], None] = lambda: None  # raises `CheckpointError`
         self.serving = False  # whether all weights were loaded once
         self.checked = False  # whether `check_reloadable` has passed in the current reload
+        self.arriving: Arriving | None = None  # of a layer of experts
 
     @property
     def reloading(self) -> bool:

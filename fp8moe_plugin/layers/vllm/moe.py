@@ -20,11 +20,12 @@ from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import check_expert_shape
+from fp8moe_plugin.layers.pack import Share
 from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, role_of
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.biases import bias_parameters
 from fp8moe_plugin.layers.vllm.experts import experts_class, layer_spec
-from fp8moe_plugin.layers.vllm.loading import LayerLoading, check_experts_not_moved
+from fp8moe_plugin.layers.vllm.loading import Arriving, LayerLoading, check_experts_not_moved
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.refusals import check_layer
 from fp8moe_plugin.layers.vllm.router import FusedRouter, fused_router
@@ -52,6 +53,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.weights, self.stored, self.scale = spec.weights, spec.recoded_from, spec.scale
         self.input_scales = spec.input_scales
         self.loading = LayerLoading(prefix, model, self.online)
+        self.loading.arriving = self.arriving(moe)
         batched = moe.moe_parallel_config.use_batched_activation_format
         self.arrival = Arrival.BATCHED if batched else Arrival.STANDARD
         self.spec = layer_spec(moe, spec)
@@ -70,6 +72,10 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     @property
     def is_monolithic(self) -> bool:  # vLLM then calls apply_monolithic with the router's logits, instead of apply
         return self.router is not None
+
+    @staticmethod
+    def arriving(moe: Any) -> Arriving:
+        return Arriving(moe.hidden_dim, moe.intermediate_size, Share(moe.intermediate_size, moe.tp_size, moe.tp_rank))
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -147,11 +153,11 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         """
         if compat.local_expert(layer, expert_id) is None:
             return None, loaded_weight
-        loading, moe, part = layer.fp8moe_loading, layer.moe_config, f"({shard_id} of expert {expert_id})"
-        what = f"{weight_name} {part}"
-        rows = moe.hidden_dim if shard_id == "w2" else moe.intermediate_size
+        loading, part = layer.fp8moe_loading, f"({shard_id} of expert {expert_id})"
+        what, (hidden, intermediate, _) = f"{weight_name} {part}", loading.arriving
+        rows = hidden if shard_id == "w2" else intermediate
         tensor = loading.kept(what, param, loaded_weight, rows)
-        check_expert_shape(what, param, tensor, shard_id, moe.hidden_dim, moe.intermediate_size)
+        check_expert_shape(what, param, tensor, shard_id, hidden, intermediate)
         return f"{loading.prefix} {part}", tensor
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -25,7 +25,9 @@ class PackedMoeMethod(Fp8MoeMethod):
         super().__init__(moe, replace(spec, scale=EXPERT_SCALE), *rest)
 
     def weight_loader(self, role: Role, loader: MethodType) -> MethodType:
-        return MethodType(_loader(self.prefix, self.scale), loader.__self__)
+        arriving = self.loading.arriving
+        assert arriving is not None
+        return MethodType(_loader(self.prefix, self.scale, arriving.share), loader.__self__)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.loading.reloading:
@@ -48,7 +50,7 @@ class PackedMoeMethod(Fp8MoeMethod):
             check_room(self.prefix, further_steps(weight, scales), room)
 
 
-def _loader(prefix: str, scale: str) -> Callable[..., bool | None]:
+def _loader(prefix: str, scale: str, share: Share) -> Callable[..., bool | None]:
     """Returns a loader for codes or exponents of w1, w2 or w3 of an expert. It skips experts of other ranks."""
 
     def pack_and_load(
@@ -66,7 +68,6 @@ def _loader(prefix: str, scale: str) -> Callable[..., bool | None]:
         name = f"{prefix} ({shard_id} of expert {expert_id})"
         halves: Halves = layer.fp8moe_loading.model.halves
         moe, role = layer.moe_config, role_of(param)
-        share = Share(moe.intermediate_size, moe.tp_size, moe.tp_rank)
         half = part_of_rank(role, loaded_weight, shard_id == "w2", share)
         if both := halves.add(name, role, half, param.device):
             (weight, _), (scales, _) = targets(layer, shard_id, weight_name, scale)

@@ -61,7 +61,7 @@ def refusal_of(moe: Any, spec: LayerSpec, quantized: bool) -> Refusal | None:
         quantized: see `Engine`.
     """
     number = moe.num_local_experts
-    part = ExpertsPart(moe.hidden_dim, moe.intermediate_size, moe.tp_size, number, layer_refusal(spec))
+    part = ExpertsPart(spec.shape.hidden, moe.intermediate_size, moe.tp_size, number, layer_refusal(spec))
     server, why = place_experts(part, Engine("vLLM", quantized))
     if server is Server.OURS:
         return None

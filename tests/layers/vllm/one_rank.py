@@ -71,7 +71,7 @@ class Layer(RoutedExperts):
         quant = quant or FP8
         self.quant_method = moe_method(quant)(self.moe_config, quant, "L", "warmup", ModelState(), shared)
         part = self.moe_config.intermediate_size_per_partition
-        sizes = self.quant_method.maybe_roundup_sizes(HIDDEN, part, torch.bfloat16, config)
+        sizes = self.quant_method.maybe_roundup_sizes(self.moe_config.hidden_dim, part, torch.bfloat16, config)
         self.quant_method.create_weights(self, EXPERTS, *sizes, torch.bfloat16, weight_loader=self.weight_loader)
 
     def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:

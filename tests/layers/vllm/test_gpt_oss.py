@@ -1,0 +1,239 @@
+"""gpt-oss's experts, passed as vLLM's model passes them: of all experts at once, cut in groups of a scale."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.reload import layerwise
+
+from fp8moe_plugin.checkpoint.gpt_oss import ACTIVATION
+from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.layers.vllm.entry import Entry
+from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.ops.reference import dequantize_blocks
+from tests import helpers as h
+from tests.engine.tiny_gpt_oss import values
+from tests.helpers import environment
+from tests.layers.conformance import activated
+from tests.layers.experts import EXPERTS, TOPK
+from tests.layers.packed import weights_of
+from tests.layers.vllm.one_rank import PACKED, RECODED, Layer, default_config
+
+HIDDEN, PADDED, INTERMEDIATE = 96, 128, 160  # of four ranks, two hold 64 channels each, then 32 and none
+NAMES = "w13", "w2"
+MOE = {"hidden_dim": HIDDEN, "has_bias": True, "activation": MoEActivation.SWIGLUOAI}
+FORMS = {"mxfp4": replace(PACKED, gpt_oss=True), "fp8": replace(RECODED, gpt_oss=True)}
+QUANTIZATION = {"quant_method": "gpt_oss_mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+pytestmark = pytest.mark.seam
+Tensors = dict[str, torch.Tensor]
+
+
+class Rank(Layer):
+    """One rank's part of the experts; `first`: the rank's first expert."""
+
+    def __init__(self, form: str, ranks: int = 1, rank: int = 0, first: int = 0, **parallel: object) -> None:
+        self.__dict__["first"] = first
+        number = EXPERTS * int(parallel.get("ep_size", 1))
+        moe = MOE | {"num_experts": number, "num_logical_experts": number}
+        super().__init__(INTERMEDIATE, ranks, rank, FORMS[form], moe=moe, **parallel)
+
+    def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
+        return expert - self.first if 0 <= expert - self.first < EXPERTS else -1
+
+    def pass_all(self, tensors: Tensors) -> "Rank":
+        for name, tensor in tensors.items():
+            parameter = getattr(self, name)
+            parameter.weight_loader(parameter, tensor, weight_name=f"L.{name}", shard_id=None, expert_id=None)
+        return self
+
+
+def make_experts(seed: int = 0) -> Tensors:
+    """The tensors of three experts, by the names of vLLM's parameters."""
+    gen = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, (n, k) in zip(NAMES, ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)), strict=True):
+        found[f"{name}_bias"] = torch.randn(EXPERTS, n, generator=gen).bfloat16()
+        found[f"{name}_weight"] = torch.randint(256, (EXPERTS, n, k // 2), generator=gen, dtype=torch.uint8)
+        found[f"{name}_weight_scale"] = torch.randint(116, 121, (EXPERTS, n, k // 32), generator=gen, dtype=torch.uint8)
+    return found
+
+
+CHECKPOINT, OTHER = make_experts(), make_experts(1)
+
+
+def part_of(tensors: Tensors, ranks: int, rank: int) -> Tensors:
+    """What vLLM's model passes to a rank."""
+    groups = math.ceil(INTERMEDIATE / 32 / ranks)
+    start, end = (min(INTERMEDIATE, 32 * groups * at) for at in (rank, rank + 1))
+    found = {name: t[:, 2 * start : 2 * end] for name, t in tensors.items() if name.startswith("w13")}
+    found["w2_bias"] = tensors["w2_bias"] if rank == 0 else torch.zeros_like(tensors["w2_bias"])
+    for name, unit in (("w2_weight", 2), ("w2_weight_scale", 32)):
+        found[name] = tensors[name][..., start // unit : end // unit]
+    return found
+
+
+def loaded(form: str, ranks: int, tensors: Tensors) -> list[Rank]:
+    return [Rank(form, ranks, rank).pass_all(part_of(tensors, ranks, rank)) for rank in range(ranks)]
+
+
+def wanted_of(tensors: Tensors, expert: int) -> dict[str, torch.Tensor]:
+    """The exact weights and biases of an expert."""
+    pairs = ([tensors[f"{name}_{kind}"][expert] for kind in ("weight", "weight_scale")] for name in NAMES)
+    w13, w2 = (values(*pair) for pair in pairs)
+    b13, b2 = (tensors[f"{name}_bias"][expert].float() for name in NAMES)
+    return {"w1": w13[::2], "w3": w13[1::2], "w2": w2, "w1_bias": b13[::2], "w3_bias": b13[1::2], "w2_bias": b2}
+
+
+def held_by(layer: Rank, expert: int) -> dict[str, torch.Tensor]:
+    found = {"w2_bias": layer.w2_bias[expert]}
+    found["w1_bias"], found["w3_bias"] = layer.w13_bias[expert].chunk(2)
+    if layer.w13_weight.dtype == torch.uint8:
+        return found | weights_of(layer, expert)
+    pairs = ([getattr(layer, f"{name}_{kind}")[expert] for kind in ("weight", "weight_scale")] for name in NAMES)
+    w13, found["w2"] = (dequantize_blocks(*pair) for pair in pairs)
+    found["w1"], found["w3"] = w13.chunk(2)
+    return found
+
+
+def assert_holds(layer: Rank, tensors: Tensors) -> None:
+    """Exactly the part of the checkpoint, then zeros."""
+    for expert in range(EXPERTS):
+        found = held_by(layer, expert)
+        for name, wanted in wanted_of(tensors, expert).items():
+            sizes = zip(found[name].shape[::-1], wanted.shape[::-1], strict=True)
+            padding = [side for size, given in sizes for side in (0, size - given)]
+            assert torch.equal(found[name].float(), torch.nn.functional.pad(wanted, padding)), name
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_hold_their_part(form, ranks):
+    for rank, layer in enumerate(loaded(form, ranks, CHECKPOINT)):
+        assert_holds(layer, part_of(CHECKPOINT, ranks, rank))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exponents_may_arrive_first(form):
+    assert_holds(Rank(form).pass_all(dict(reversed(CHECKPOINT.items()))), CHECKPOINT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_hold_whole_experts(form):
+    layer = Rank(form, first=EXPERTS, ep_size=2, ep_rank=1, use_ep=True).pass_all(CHECKPOINT)
+    assert_holds(layer, CHECKPOINT)
+
+
+def experts_in_float64(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for expert in range(EXPERTS):
+        w = {name: tensor.double() for name, tensor in wanted_of(CHECKPOINT, expert).items()}
+        inner = activated(x.double() @ w["w1"].T + w["w1_bias"], x.double() @ w["w3"].T + w["w3_bias"], ACTIVATION)
+        share = (weights.double() * (ids == expert)).sum(1, keepdim=True)
+        total += share * (inner @ w["w2"].T + w["w2_bias"])
+    return total
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_ranks_add_up_to_the_layer(workspaces, form, ranks):
+    gen = h.seeded(0, torch.device("cpu"))
+    x = 4 * h.random_tokens(gen, 9, HIDDEN)  # so that gates and up projections exceed the limit
+    weights, ids = h.random_routing(gen, "distinct", 9, TOPK, EXPERTS)
+    padded, found = torch.nn.functional.pad(x, (0, PADDED - HIDDEN)), torch.zeros(9, PADDED, dtype=torch.float64)
+    for layer in loaded(form, ranks, CHECKPOINT):
+        with set_current_vllm_config(default_config()):
+            layer.quant_method.process_weights_after_loading(layer)
+        found += layer.quant_method.apply(layer, padded, weights, ids, None, None).double()
+    assert not found[:, HIDDEN:].any()
+    assert h.relative_l2(found[:, :HIDDEN].bfloat16(), experts_in_float64(x, weights, ids)) < 0.06
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_loaded_again_into_the_same_memory(monkeypatch, form):
+    monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: SimpleNamespace())
+    layer = Rank(form)
+    layerwise.record_metadata_for_reloading(layer)
+    layer.pass_all(CHECKPOINT).quant_method.process_weights_after_loading(layer)
+    addresses = [parameter.data_ptr() for parameter in layer.parameters()]
+    layerwise.initialize_layerwise_reload(layer)
+    layer.pass_all(OTHER)
+    layerwise.finalize_layerwise_reload(layer, None)
+    assert_holds(layer, OTHER)
+    assert_holds(layer.pass_all(CHECKPOINT), CHECKPOINT)  # in place
+    layer.quant_method.loading.model.prepare_step()
+    assert [parameter.data_ptr() for parameter in layer.parameters()] == addresses
+
+
+@pytest.mark.parametrize("missing", CHECKPOINT)
+def test_a_missing_tensor_is_noticed(missing):
+    layer = Rank("fp8").pass_all({name: tensor for name, tensor in CHECKPOINT.items() if name != missing})
+    with pytest.raises(CheckpointError, match=r"is missing from the checkpoint|arrived without the"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def damaged_exponent(exponents: torch.Tensor) -> torch.Tensor:
+    exponents = exponents.clone()
+    exponents[1, 5, 1] = 0xFF
+    return exponents
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("w13_weight", lambda t: t[:2], r"has shape \[2, 320, 48\], but must be that of 3 experts with alternating"),
+        ("w13_bias", lambda t: t[:, :-1], r"has shape \[3, 319\], but must be that of 3 experts with alternating"),
+        ("w2_weight", lambda t: t[0, 0], r"has shape \[80\], but must be that of 3 experts\."),
+        ("w2_weight", lambda t: t[..., :-16], r"\(w2 of expert 0\) has shape \[96, 64\], but must have \[96, 80\]"),
+        ("w13_weight_scale", lambda t: t[:, :-2], r"\(w1 of expert 0\) has shape \[159, 3\], .* for 160 inter"),
+        ("w2_bias", lambda t: t[:, :-1], r"has shape \[95\] and dtype .*, but must be a float for each of 96"),
+        ("w13_weight", torch.Tensor.float, "has dtype torch.float32, but a MXFP4 checkpoint has"),
+        ("w2_weight_scale", damaged_exponent, "the scales of .*w2 of expert 1"),
+    ],
+)
+def test_damaged_tensors_are_refused(name, damage, message):
+    with pytest.raises(CheckpointError, match=message):
+        Rank("mxfp4").pass_all(CHECKPOINT | {name: damage(CHECKPOINT[name])})
+
+
+def test_experts_that_arrive_one_by_one_are_refused():
+    layer = Rank("fp8")
+    named = {"weight_name": "L.w2_weight", "shard_id": "gpt_oss_w2", "expert_id": 0, "return_success": True}
+    with pytest.raises(CheckpointError, match="arrive one by one, but only those of all experts"):
+        layer.w2_weight.weight_loader(layer.w2_weight, CHECKPOINT["w2_weight"][0], **named)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "gpt_oss_mxfp4"])
+def test_dense_layers_stay_unquantized(on_rank, method):
+    on_rank(1, 0)
+    config = Entry.from_config(QUANTIZATION | {"quant_method": method})
+    with set_current_vllm_config(default_config()):
+        layer = ReplicatedLinear(HIDDEN, HIDDEN, quant_config=config, prefix="model.layers.0.attn.qkv_proj")
+    assert type(layer.quant_method) is UnquantizedLinearMethod
+
+
+def described(**fields: object) -> SimpleNamespace:
+    return SimpleNamespace(to_dict=lambda: {"model_type": "gpt_oss", "num_local_experts": 8} | fields)
+
+
+def test_other_models_and_limits_are_refused():
+    config = Entry.from_config(QUANTIZATION)
+    config.maybe_update_config("model", hf_config=described(swiglu_limit=7.0))
+    with pytest.raises(UnsupportedError, match=r"only supported for gpt-oss, but the model_type is 'kimi_k3'"):
+        config.maybe_update_config("model", hf_config=described(model_type="kimi_k3"))
+    with pytest.raises(UnsupportedError, match=r"swiglu_limit is 5\.0, but the engines compute gpt-oss with 7"):
+        config.maybe_update_config("model", hf_config=described(swiglu_limit=5.0))
+
+
+def test_only_the_user_chooses_the_method():
+    """vLLM's own method could not take over a layer later."""
+    with environment("FP8MOE_TAKE_FP8", "1"):
+        assert Entry.override_quantization_method(QUANTIZATION, None, described()) is None
+    assert Entry.override_quantization_method(QUANTIZATION, "fp8moe", described()) == "fp8moe"
