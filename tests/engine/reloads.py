@@ -3,9 +3,9 @@
 python -m tests.engine.reloads
 
 Commands are `{"start": MODEL, "arguments": {...}}`, `{"reload": MODEL}` (vLLM's `reload_weights`), `{"load": MODEL,
-"how": {...}}` (the model's own `load_weights`, in place; see `load_in_place`) and `{"ask": null}`. `{"wait": null}`
-waits until an engine in a process of its own has ended. Each is answered by a line of JSON with `tokens` and
-`parameters`, or with `refused` and the plugin's error, or with `raised` and another.
+"how": {...}}` (the model's own `load_weights`, in place; see `load_in_place`), `{"buckets": MODEL}` (`load_buckets`)
+and `{"ask": null}`. `{"wait": null}` waits until an engine in a process of its own has ended. Each is answered by a
+line of JSON with `tokens` and `parameters`, or with `refused` and the plugin's error, or with `raised` and another.
 """
 
 import gc
@@ -23,6 +23,7 @@ from tests.engine.generate import LIMITS, share_imports
 from tests.engine.load import digests
 
 PROMPTS, PROMPT_TOKENS, GENERATED = 2, 16, 6
+BUCKET = 5  # fewer weights than a layer's experts have
 
 
 class Engine:
@@ -48,6 +49,9 @@ class Engine:
 
     def load(self, model: str, **how: Any) -> None:
         self.llm.collective_rpc(load_in_place, args=(model,), kwargs=how)
+
+    def buckets(self, model: str) -> None:
+        self.llm.collective_rpc(load_buckets, args=(model,))
 
     def wait(self, _: None) -> None:
         """vLLM's client waits forever for the answer to a call that it sends before it notices the end."""
@@ -101,6 +105,29 @@ def load_in_place(
         worker.model_runner.get_model().load_weights(stream(names))
 
 
+def load_buckets(worker: Any, model: str) -> None:
+    """Load an unquantized checkpoint as a trainer does: `BUCKET` weights at a time, each quantized in blocks first.
+
+    Trainers quantize if the engine's config is vLLM's own class. See `load_in_place` about other layers.
+    """
+    from safetensors.torch import load_file
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+
+    config = worker.model_runner.vllm_config.quant_config
+    assert isinstance(config, Fp8Config)
+    assert list(config.weight_block_size) == [128, 128]
+    (shard,) = (entry.path for entry in os.scandir(model) if entry.name.endswith(".safetensors"))
+    weights = [(n, t) for n, t in load_file(shard).items() if is_quantized(n.removesuffix(".weight"))]
+    for begin in range(0, len(weights), BUCKET):
+        bucket = []
+        for name, tensor in weights[begin : begin + BUCKET]:
+            weight, scales = per_block_cast_to_fp8(tensor)
+            bucket += [(name, weight), (f"{name}_scale_inv", scales)]
+        worker.model_runner.get_model().load_weights(bucket)
+
+
 def parameters_of(worker: Any) -> dict[str, str]:
     return digests(worker.model_runner.get_model())
 
@@ -114,7 +141,7 @@ def main() -> None:
         try:
             if "start" in command:
                 engine.start(command["start"], command["arguments"])
-            for way in command.keys() & {"reload", "load", "wait"}:
+            for way in command.keys() & {"reload", "load", "buckets", "wait"}:
                 getattr(engine, way)(command[way], **command.get("how", {}))
             answer = engine.ask()
         except Exception as error:  # noqa: BLE001  # from another process, an error comes as its text

@@ -182,6 +182,7 @@ def ways(checkpoint: str, pattern: str = "") -> dict[str, list[list[Any]]]:
     found = {
         "tensors": [["begin"], ["tensors", checkpoint, pattern], ["end"]],
         "buckets": [["begin"], *(["tensors", checkpoint, part] for part in parts), ["end"]],
+        "flattened": [["begin"], ["flattened", checkpoint, pattern], ["end"]],
         "ipc": [["ipc", checkpoint, pattern, None]],
         "direct": [["begin"], *(["direct", checkpoint, part] for part in parts), ["end"]],
     }

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.model_loader.loader import ShardedStateLoader, get_model_loader
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from tests.layers.sglang.process import start
 
@@ -92,6 +94,17 @@ class Host:
     def tensors(self, checkpoint: str, pattern: str) -> Any:
         """Pass the tensors whose names match, in one call."""
         return self.updater.update_weights_from_tensor(self.read(checkpoint, pattern))
+
+    def flattened(self, checkpoint: str, pattern: str) -> Any:
+        """Pass the same as a trainer does: a bucket for each layer, flattened into one tensor."""
+        answer = None
+        for _, named in groupby(self.read(checkpoint, pattern), lambda named: named[0].split(".")[:3]):
+            bucket = FlattenedTensorBucket(list(named))
+            content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+            answer = self.updater.update_weights_from_tensor(content, "flattened_bucket")
+            if not answer[0]:
+                break
+        return answer
 
     def ipc(self, checkpoint: str, pattern: str, tensors: int | None) -> Any:
         """Returns the same through checkpoint-engine's worker. `tensors`: how many, before the connection breaks."""
