@@ -1,6 +1,13 @@
 """Block-FP8 mixture-of-experts layers for vLLM and SGLang on Hopper GPUs."""
 
-__version__ = "0.1.0"
+
+def __getattr__(name: str) -> str:
+    """Returns the installed version as `__version__`, which engines do not need when they import the plugin."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("fp8moe-plugin")
 
 
 def register() -> None:

@@ -27,6 +27,7 @@ METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "docs" / "operation.md").
         ["kubernetes-validate", "--strict", "kubernetes.yaml"],
         ["bash", "-n", "two-nodes.sh"],
         ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", "../.github/workflows/ci.yml"],
+        ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", "../.github/workflows/release.yml"],
     ],
     ids=lambda command: command[-1],
 )

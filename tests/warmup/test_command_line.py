@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import fp8moe_plugin
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from warmup.__main__ import main
 from warmup.options import parse
@@ -62,6 +63,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"fp8moe-plugin {metadata.version('fp8moe-plugin')}\n"
+    assert fp8moe_plugin.__version__ == metadata.version("fp8moe-plugin")
+    assert not hasattr(fp8moe_plugin, "__other__")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
