@@ -279,15 +279,9 @@ def layer_spec(ue8m0: bool = False, weights: WeightFormat = FP8_BLOCK, activatio
     return LayerSpec(EXAMPLE, weights, ue8m0, activation)
 
 
-def moe_kernels(
-    ue8m0: bool,
-    arrival: Arrival = Arrival.STANDARD,
-    target: str = SM90,
-    weights: WeightFormat = FP8_BLOCK,
-    activation: Activation = SILU,
-) -> list[KernelKey]:
+def moe_kernels(ue8m0: bool, arrival: Arrival = Arrival.STANDARD) -> list[KernelKey]:
     """Returns the kernels that a layer loads; which ones does not depend on its shape."""
-    return list(BACKENDS[target].layer_kernels(layer_spec(ue8m0, weights, activation), arrival))
+    return list(BACKENDS[SM90].layer_kernels(layer_spec(ue8m0), arrival))
 
 
 def linear_kernels(ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_BLOCK) -> list[KernelKey]:
@@ -299,7 +293,8 @@ def loaded_kernels(model: Model, target: str = SM90) -> set[KernelKey]:
     """Returns the kernels that a model's layers load."""
     found = set(linear_kernels(model.ue8m0, target, model.dense_weights))
     for activation, arrival in itertools.product(model.activations, Arrival):
-        found |= set(moe_kernels(model.ue8m0, arrival, target, model.weights, activation))
+        spec = layer_spec(model.ue8m0, model.weights, activation)._replace(bias=model.gpt_oss)
+        found |= set(BACKENDS[target].layer_kernels(spec, arrival))
     if any(layer.groups > 1 for layer in model.dense):
         found |= set(BACKENDS[target].batched_dense_kernels())
     if model.indexer:

@@ -32,7 +32,7 @@ from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.devices import Device
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized, k_major
 from fp8moe_plugin.plan.scratch import tile_capacity
-from fp8moe_plugin.plan.sm90.catalog import gate_up_few_rows_key, gate_up_key, quantize_key
+from fp8moe_plugin.plan.sm90.catalog import gate_up_few_rows_key, gate_up_key, permute_key, quantize_key
 from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, grouped_key, keeps_b
 from fp8moe_plugin.plan.sm90.scratch import row_counters
@@ -228,6 +228,16 @@ def quantize_rows(x: torch.Tensor, slots: torch.Tensor, ue8m0: bool = False) -> 
         key, permuted = quantize_key(ue8m0, Layout.PERMUTED), {"slots": slots.data_ptr(), "topk": slots.shape[1]}
         addresses = x.data_ptr(), q.data_ptr(), scales.data_ptr()
         launch(device, [quantize_launch(key, *addresses, len(x), k, **permuted)])
+    return q, scales
+
+
+def copy_rows(tokens: Quantized, slots: torch.Tensor) -> Quantized:
+    """Each token of e4m3 `[T, K]`, whose scales are contiguous, copied to the rows that `slots` names for it."""
+    (x, x_scales), k = tokens, tokens[0].shape[1]
+    q, scales = empty_quantized(slots.numel(), k, x.device)
+    addresses = x.data_ptr(), q.data_ptr(), scales.data_ptr()
+    rows = {"slots": slots.data_ptr(), "topk": slots.shape[1], "x_scales": x_scales.data_ptr()}
+    launch(device_of(x), [quantize_launch(permute_key(), *addresses, len(x), k, **rows)])
     return q, scales
 
 

@@ -119,8 +119,8 @@ class Backend(Protocol):
         """
         ...
 
-    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
-        """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows, row_major: bool = False) -> Launch:
+        """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major or row-major scales."""
         ...
 
     def silu_mul_quant_launch(

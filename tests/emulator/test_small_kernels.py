@@ -6,7 +6,7 @@ Called outside the emulator, an op on CPU tensors is its reference.
 import pytest
 import torch
 
-from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
+from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, quantize, silu_mul_quant_fp8
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.scratch import scale_pitch
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
@@ -15,6 +15,7 @@ from tests import helpers as h
 from tests.emulator.device import Device
 from tests.steps import (
     combine,
+    copy_rows,
     empty_tokens,
     quantize_rows,
     quantize_tokens,
@@ -80,9 +81,11 @@ def test_quantized_tokens_and_rows_equal_the_reference(emulator: Device, tokens:
     def ops() -> list[h.Quantized]:
         tokens_out = empty_tokens(tokens, 384, CPU)
         quantize_tokens(x, tokens_out)
-        return [tokens_out, per_token_group_quant_fp8(x), quantize_rows(x, slots)]
+        return [tokens_out, per_token_group_quant_fp8(x), quantize_rows(x, slots), quantize.quantize_tokens(x, False)]
 
-    for pair, reference in zip(emulator.execute(seed, ops), ops(), strict=True):
+    expected = ops()
+    copied = emulator.execute(seed, lambda: copy_rows(expected[0], slots))
+    for pair, reference in zip([*emulator.execute(seed, ops), copied], [*expected, expected[2]], strict=True):
         for got, wanted in zip(pair, reference, strict=True):
             assert h.same_bits(got.contiguous(), wanted.contiguous())
 

@@ -19,6 +19,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.fp4_blocks import SPAN
+from fp8moe_plugin.ops.quantize import quantize_tokens
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
     DENSE_TILE_N,
@@ -175,6 +176,9 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
             weights, ids = h.random_routing(gen, kind, rows, 3, EXPERTS)
             expected = h.layer_reference(x, layer, weights, ids, quantized=True)
             assert h.relative_l2(ops.fused_moe(x, *layer, weights, ids), expected) <= 2e-2
+            q, scales = quantize_tokens(x, False)
+            out = ops.fused_moe(q, *layer, weights, ids, hidden_scale=scales)
+            assert h.relative_l2(out, expected) <= 2e-2
             columns = h.with_shared_expert(weights, ids, EXPERTS, 2.5)
             out = ops.fused_moe(x, *layer, weights, ids, shared_expert=True, routed_scale=2.5)
             assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= 2e-2

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
+from fp8moe_plugin.ops.quantize import quantize_tokens
 from fp8moe_plugin.plan.tuning import EARLY_FROM, GATHER_UP_TO
 from tests import helpers as h
 from tests.gpu import graph_replays
@@ -68,6 +69,20 @@ def test_fused_moe_follows_the_routing(gen, tokens, intermediate):
         return x, *h.random_routing(gen, kind, tokens, TOPK, EXPERTS)
 
     assert_replays_equal_eager(lambda x, weights, ids: ops.fused_moe(x, *layer, weights, ids), draw)
+
+
+@pytest.mark.parametrize("intermediate", [256, GATHER_UP_TO + 128])
+@pytest.mark.parametrize("tokens", [1, 800])
+def test_fused_moe_follows_quantized_tokens(gen, tokens, intermediate):
+    layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
+
+    def draw(step: int) -> tuple[torch.Tensor, ...]:
+        routing = h.random_routing(gen, h.ROUTINGS[step % len(h.ROUTINGS)], tokens, TOPK, EXPERTS)
+        return *quantize_tokens(h.random_tokens(gen, tokens, HIDDEN), False), *routing
+
+    assert_replays_equal_eager(
+        lambda q, scales, *routing: ops.fused_moe(q, *layer, *routing, hidden_scale=scales), draw
+    )
 
 
 # Each layer has the scratch of the one before, whose kernels may still run.

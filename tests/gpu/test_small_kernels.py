@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
-from fp8moe_plugin.ops import per_token_group_quant_fp8, reference, silu_mul_quant_fp8
+from fp8moe_plugin.ops import per_token_group_quant_fp8, quantize, reference, silu_mul_quant_fp8
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from tests.helpers import Quantized, assert_same_routing, assert_same_tiles, poisoned, seeded, untouched
 from tests.steps import (
     combine,
+    copy_rows,
     empty_tokens,
     quantize_rows,
     quantize_rows_reference,
@@ -150,7 +151,9 @@ def test_quantize_addresses_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.parametrize("topk", [1, 8, 17])
 def test_quantized_rows_equal_the_reference_and_other_rows_are_not_written(tokens: int, hidden: int, topk: int) -> None:
     x, slots = activations(tokens, hidden), random_slots(tokens, topk, missing=0.2)
-    assert_same_quantized(quantize_rows(x, slots), quantize_rows_reference(x, slots))
+    expected = quantize_rows_reference(x, slots)
+    assert_same_quantized(quantize_rows(x, slots), expected)
+    assert_same_quantized(copy_rows(quantize.quantize_tokens(x, False), slots), expected)
 
 
 @tokens_and_hidden

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8moe_plugin.ops import per_token_group_quant_fp8, reference
+from fp8moe_plugin.ops.quantize import quantize_tokens
 from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests.steps import quantize_rows
@@ -32,6 +33,21 @@ def test_few_tokens_have_the_bits_that_they_have_among_many(device):
     few, many = per_token_group_quant_fp8(x[:QUANTIZE_FEW_TOKENS]), per_token_group_quant_fp8(x)
     for own, other in zip(few, many, strict=True):
         assert h.same_bits(own.contiguous(), other[:QUANTIZE_FEW_TOKENS].contiguous())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_tokens_for_an_all_to_all_have_the_same_bits(device, tokens, ue8m0):
+    x = h.random_tokens(h.seeded(0, device), tokens, 640)
+    q, scales = quantize_tokens(x, ue8m0)
+    assert scales.is_contiguous()
+    h.assert_same_numbers((q, scales), per_token_group_quant_fp8(x, ue8m0=ue8m0))
+
+
+def test_quantizing_dequantized_tokens_changes_nothing(device):
+    q, scales = per_token_group_quant_fp8(h.random_tokens(h.seeded(0, device), 64, 640))
+    again = per_token_group_quant_fp8(reference.dequantize_rows(q, scales).bfloat16())
+    h.assert_same_numbers(again, (q, scales))
 
 
 @given(seed=h.seeds, place=st.integers(0, 255))

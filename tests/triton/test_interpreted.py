@@ -15,6 +15,7 @@ from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.compiler import compile_kernel
 from fp8moe_plugin.ops import devices
+from fp8moe_plugin.ops.quantize import quantize_tokens
 from fp8moe_plugin.plan.triton import catalog
 from fp8moe_plugin.plan.triton.catalog import FEW_ROWS, MORE_ROWS
 from tests import helpers as h
@@ -322,6 +323,11 @@ def test_quantize_equals_the_reference_bit_by_bit(gen: torch.Generator, ue8m0: b
     assert torch.equal(codes(actual[0])[number] & 0x7F, codes(expected[0])[number] & 0x7F)
     number &= expected[0].float() != 0
     assert torch.equal(codes(actual[0])[number], codes(expected[0])[number])
+
+
+def test_tokens_for_an_all_to_all_have_contiguous_scales(gen: torch.Generator) -> None:
+    expected, actual, _ = both(quantize_tokens, h.random_tokens(gen, 21, 384), False)
+    h.assert_same_numbers(actual, expected)
 
 
 @pytest.mark.skipif(not can_compile(), reason="the emulator needs an x86-64 with a g++ that knows C++20")

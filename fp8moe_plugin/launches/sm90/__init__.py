@@ -81,8 +81,8 @@ class Sm90:
         plan = dense.plan_dense(m, n, k, output, multiprocessors, batch_invariant, weights)
         return Plan(plan, 0, functools.partial(dense_launches, plan))
 
-    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
-        return quantize_rows_launch(ue8m0, x, out)
+    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows, row_major: bool = False) -> Launch:
+        return quantize_rows_launch(ue8m0, x, out, row_major)
 
     def silu_mul_quant_launch(
         self,

@@ -13,10 +13,10 @@ from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 BLOCKS_PER_MULTIPROCESSOR = 8  # of silu_mul_quant: two waves, enough to even out experts of unequal size
 
 
-def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows) -> Launch:
-    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
-    key = quantize_key(ue8m0, Layout.K_MAJOR)
-    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, pdl=True)
+def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows, row_major: bool) -> Launch:
+    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major or row-major scales."""
+    key = quantize_key(ue8m0, Layout.ROW_MAJOR if row_major else Layout.K_MAJOR)
+    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, pdl=not row_major)
 
 
 def quantize_launch(

@@ -70,8 +70,9 @@ def pairs_arguments(ids: Ids) -> dict[str, Argument]:
 # ---- routing and quantization --------------------------------------------------------------------------------------
 
 
-def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows) -> Launch:
-    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major scales."""
+def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows, row_major: bool) -> Launch:
+    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major or row-major scales."""
+    strides = ScaleStrides.of(out, row_major)
     return triton_launch(
         quantize_key(target, ue8m0),
         ceil_div(out.rows, QUANTIZE_ROWS) * (out.k // GROUP),
@@ -80,8 +81,8 @@ def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows) -> L
         scales=out.scales,
         tokens=out.rows,
         k=out.k,
-        scale_row=1,
-        scale_k_block=out.scale_k_block,
+        scale_row=strides.row,
+        scale_k_block=strides.k_block,
     )
 
 

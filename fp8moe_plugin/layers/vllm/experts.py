@@ -86,7 +86,10 @@ class Fp8MoeExperts(mk.FusedMoEExpertsModular):
 
 
 class StandardExperts(Fp8MoeExperts):
-    """BF16 tokens in any order, with the ids of their experts. One op computes the whole layer."""
+    """Tokens in any order, with the ids of their experts. One op computes the whole layer.
+
+    The tokens are in bfloat16, or in e4m3 from `QuantizedGather`.
+    """
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -94,7 +97,7 @@ class StandardExperts(Fp8MoeExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        return True  # the op quantizes tokens, once per token or per (token, expert) pair
+        return True  # vLLM's dispatch must not quantize them: the op does, or `QuantizedGather`
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return TopKWeightAndReduceNoOP()
@@ -113,12 +116,17 @@ class StandardExperts(Fp8MoeExperts):
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
+        a1q_scale: torch.Tensor | None = None,
         **_: Any,
     ) -> None:
-        """Write all of `output`, bfloat16 `[M, K]` like `hidden_states`. `topk_ids` are global; -1 means no expert."""
+        """Write all of `output`, bfloat16 `[M, K]`. `topk_ids` are global; -1 means no expert.
+
+        Args:
+            a1q_scale: float32 `[M, K/128]` if `hidden_states` are in e4m3, else None.
+        """
         if apply_router_weight_on_input:  # vLLM's dispatch has already multiplied the tokens by them
             topk_weights = torch.ones_like(topk_weights)
-        self.experts(w1, w2).run(hidden_states, topk_weights, topk_ids, expert_map, output)
+        self.experts(w1, w2).run(hidden_states, topk_weights, topk_ids, expert_map, output, a1q_scale)
 
 
 class BatchedExperts(Fp8MoeExperts):

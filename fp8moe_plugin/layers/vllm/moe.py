@@ -25,6 +25,7 @@ from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, r
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.biases import bias_parameters
 from fp8moe_plugin.layers.vllm.experts import experts_class, layer_spec
+from fp8moe_plugin.layers.vllm.gather import QuantizedGather, quantized_gather
 from fp8moe_plugin.layers.vllm.loading import Arriving, LayerLoading, check_experts_not_moved
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.layers.vllm.refusals import check_layer
@@ -56,6 +57,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.loading.arriving = self.arriving(moe)
         batched = moe.moe_parallel_config.use_batched_activation_format
         self.arrival = Arrival.BATCHED if batched else Arrival.STANDARD
+        self.arrivals = [self.arrival]  # of all steps
         self.spec = layer_spec(moe, spec)
         self.experts_cls = experts_class(self.arrival, self.spec)
         self.tokens_stay = False  # on this rank
@@ -170,10 +172,11 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             self.loading.check_reloadable = functools.partial(
                 check_experts_not_moved, self.prefix, compat.eplb_state(layer), layer.global_num_experts
             )
-        experts = Experts(self.spec, layer._parameters, self.loading.parameters)
-        experts.prepare(self.prefix, [self.arrival], self.warmup)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.moe_kernel = self._make_kernel(layer)
+        kernel = self._make_kernel(layer)
+        experts = Experts(self.spec, layer._parameters, self.loading.parameters)
+        experts.prepare(self.prefix, self.arrivals, self.warmup)
+        self.moe_kernel = kernel
         if self.shared_expert and not self.shared_expert.merge(layer, self.spec):
             self.shared_expert = None
         if self.shared_expert:
@@ -191,6 +194,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
     def _make_kernel(self, layer: Any) -> mk.FusedMoEKernel:
         dispatch = compat.make_prepare_finalize(self.moe, self.moe_quant_config, layer._expert_routing_tables())
+        dispatch = quantized_gather(dispatch, self.spec.ue8m0)
         capacity = {}
         if self.arrival is Arrival.BATCHED:
             capacity = {
@@ -199,6 +203,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             }
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config, **capacity)
         self.tokens_stay = isinstance(dispatch, MoEPrepareAndFinalizeNoDPEPModular)
+        self.arrivals = [self.arrival, *[Arrival.QUANTIZED] * isinstance(dispatch, QuantizedGather)]
         return mk.FusedMoEKernel(dispatch, experts)
 
     def apply(

@@ -48,7 +48,7 @@ from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEE
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
     if spec.weights in FEW_ROWS_ONLY:
-        return _only_few_rows_kernels(spec, arrival)
+        return _only_few_rows_kernels(spec)
     of_w2 = {"weights": spec.weights, "bias": spec.bias}
     down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, **of_w2) for keep in (False, True))
     gemms = {
@@ -65,11 +65,11 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
         return gemms | {permute_key(): "copies of tokens that arrive quantized, for each of their experts"}
     permuted = quantize_key(spec.ue8m0, Layout.PERMUTED)
     gemms[permuted] = "quantization of the tokens, with a copy for each of their experts"
-    return gemms | _small_batch_kernels(spec) | _gathered_quantization(spec)
+    return gemms | _small_batch_kernels(spec)
 
 
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
-    """Returns the GEMMs that gather their tokens."""
+    """Returns the GEMMs that gather their tokens, and their quantization."""
     few = few_rows_tokens(spec)
     return {
         grouped_gemm_few_rows_key(
@@ -78,21 +78,22 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
         gate_up_few_rows_key(spec): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
         gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of "
         f"more than {few} tokens: prefill, with gathered tokens",
+        **_row_major_quantization(spec),
     }
 
 
-def _only_few_rows_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
+def _only_few_rows_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the kernels of a layer whose steps all take those for few rows."""
-    gemms = {
+    return {
         grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 of experts in {spec.weights.name}",
         gate_up_few_rows_key(spec): f"GEMM 1 of experts in {spec.weights.name}, and SwiGLU",
-    }
-    quantization = {} if arrival is Arrival.QUANTIZED else _gathered_quantization(spec)
-    return gemms | quantization | _routing_kernels(spec)
+        **_row_major_quantization(spec),
+    } | _routing_kernels(spec)
 
 
-def _gathered_quantization(spec: LayerSpec) -> KernelSet:
-    return {quantize_key(spec.ue8m0, Layout.ROW_MAJOR): "quantization of the tokens where GEMM 1 gathers them"}
+def _row_major_quantization(spec: LayerSpec) -> KernelSet:
+    key = quantize_key(spec.ue8m0, Layout.ROW_MAJOR)
+    return {key: "quantization of the tokens where GEMM 1 gathers them, or before an all-to-all"}
 
 
 def _small_batch_kernels(spec: LayerSpec) -> KernelSet:

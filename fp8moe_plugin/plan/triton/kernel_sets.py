@@ -46,7 +46,7 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         reasons[route_key(target, experts)] = f"rows of up to {experts} experts and their tiles, in longer steps"
     reasons[combine_key(target)] = "the weighted sum of each token's experts"
     if arrival is Arrival.QUANTIZED:
-        return reasons
+        return reasons | {quantize_key(target, ue8m0): "quantization of tokens before an all-to-all"}
     return reasons | {
         gate_up_small_batch_key(target, spec): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
         down_small_batch_key(target, spec): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
+from fp8moe_plugin.layers.vllm.gather import QuantizedGather
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
@@ -123,6 +124,7 @@ def test_vllms_kernel_calls_the_batched_experts(workspaces):
     [
         (experts_of(False), mk.FusedMoEExpertsModular),
         (experts_of(True), mk.FusedMoEExpertsModular),
+        (QuantizedGather, mk.FusedMoEPrepareAndFinalizeModular),
         (Fp8MoeMethod, FusedMoEMethodBase),
         (OnlineMoeMethod, FusedMoEMethodBase),
         (Fp8MoeLinearMethod, LinearMethodBase),
