@@ -19,6 +19,7 @@ class Recipe(NamedTuple):
     family: str  # in docs/compatibility.md
     about: str
     measured: tuple[Measured, ...] = ()
+    sglang: bool = True  # the plugin serves it under SGLang
 
 
 H100_LAYER = "the experts of one layer, all on one H100"
@@ -71,5 +72,9 @@ RECIPES = (
     Recipe(
         "minimax-m2", "MiniMax-M2 to M2.7", "MiniMax-M2.7", "MiniMaxAI/MiniMax-M2.7", "MiniMax-M2 to M2.7",
         "There is no shared expert.",
+    ),
+    Recipe(
+        "gpt-oss", "gpt-oss-120b", "gpt-oss-120b", "openai/gpt-oss-120b", "gpt-oss-120b, gpt-oss-20b",
+        "The plugin serves the experts, re-encoded to block FP8 or in MXFP4; the rest is BF16.", sglang=False,
     ),
 )  # fmt: skip

@@ -40,7 +40,7 @@ ABOUT = (
     f"{CONTEXT:,} tokens and {UTILIZATION:.0%} of the memory. Steps decode 1 or {SEQUENCES} sequences in all, or "
     f"read {MAX_TOKENS:,} tokens. Their times are expected, not measured, and lower bounds: the weights that a GPU "
     "reads, or the products that it computes, at the peak of its data sheet, for tokens that choose experts at "
-    "random. Attention, sums over GPUs and the host come on top; tokens that share experts read less. `fp8moe- "
+    "random. Attention, sums over GPUs and the host come on top; tokens that share experts read less. `fp8moe-"
     "warmup explain` has other lengths, cache types and numbers of GPUs."
 )
 WHY = {
@@ -106,7 +106,12 @@ def page(recipe: Recipe) -> str:
         wrapped(ABOUT),
         "\n".join(wrapped(f"- {note}", "  ") for note in notes(recipe, found)),
         "## Serve",
-        *(part for split in {choice.split.options: choice.split for choice in found}.values() for part in serve(split)),
+        "" if recipe.sglang else "With vLLM; the plugin refuses it under SGLang.",
+        *(
+            part
+            for split in {choice.split.options: choice.split for choice in found}.values()
+            for part in serve(recipe, split)
+        ),
         "## What was measured",
         *measured(recipe),
     ]
@@ -151,10 +156,11 @@ def notes(recipe: Recipe, found: tuple[Choice, ...]) -> list[str]:
     return report(recipe, first.gpu, first.split.gpus).notes
 
 
-def serve(split: SplitReport) -> Iterator[str]:
+def serve(recipe: Recipe, split: SplitReport) -> Iterator[str]:
     yield wrapped(f"`{split.options}`: {why(parallel(split))}")
     yield command(split.vllm) if split.vllm else "vLLM has no such split."
-    yield command(split.sglang) if split.sglang else "SGLang has no such split."
+    if recipe.sglang:
+        yield command(split.sglang) if split.sglang else "SGLang has no such split."
     if split.gpus > NODE:
         yield wrapped("Run it on each node, RANK counts from 0; all of vLLM's but the first also need `--headless`.")
 
