@@ -16,6 +16,7 @@ BLOCKS_PER_MULTIPROCESSOR = 8  # of silu_mul_quant: two waves, enough to even ou
 def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows, row_major: bool) -> Launch:
     """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major or row-major scales."""
     key = quantize_key(ue8m0, Layout.ROW_MAJOR if row_major else Layout.K_MAJOR)
+    # With row-major scales the kernel does not wait for what writes x.
     return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, pdl=not row_major)
 
 

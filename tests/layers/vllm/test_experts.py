@@ -22,6 +22,7 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.ops import batched_experts, fused_moe
+from fp8moe_plugin.ops.quantize import quantize_tokens
 from tests import helpers as h
 from tests.layers.vllm.test_config import experts_of, moe_layer
 
@@ -56,6 +57,15 @@ def test_the_standard_experts_are_the_fused_layer(weighted_input):
     routing = {"topk_weights": weights, "topk_ids": ids, "apply_router_weight_on_input": weighted_input}
     expected = fused_moe(x, *layer, torch.ones_like(weights) if weighted_input else weights, ids)
     assert h.same_bits(apply(build(layer, batched=False), layer, x, **routing), expected)
+
+
+def test_the_standard_experts_take_quantized_tokens():
+    gen = h.seeded(0, torch.device("cpu"))
+    layer, x = h.random_layer(gen, EXPERTS, SIZE, SIZE), h.random_tokens(gen, TOKENS, SIZE)
+    weights, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
+    q, scales = quantize_tokens(x, False)
+    out = apply(build(layer, batched=False), layer, q, a1q_scale=scales, topk_weights=weights, topk_ids=ids)
+    assert h.same_bits(out, fused_moe(x, *layer, weights, ids))
 
 
 def test_the_batched_experts_are_the_batched_op():
