@@ -36,14 +36,27 @@ class Device:
     backend = BACKENDS[SM90]
 
     def __init__(
-        self, runtime: ctypes.CDLL, kernels: Kernels, multiprocessors: int, shared_bytes: int = SHARED_BYTES
+        self,
+        runtime: ctypes.CDLL,
+        kernels: Kernels,
+        multiprocessors: int,
+        shared_bytes: int = SHARED_BYTES,
+        number: int = 0,
     ) -> None:
-        """`shared_bytes`: shared memory of a multiprocessor, which decides whose blocks run on it together."""
-        self._runtime, self._kernels = runtime, kernels
+        """Devices with other numbers run beside this one: `run` of one of them runs what is queued on all.
+
+        Args:
+            shared_bytes: shared memory of a multiprocessor, which decides whose blocks run on it together.
+        """
+        self._runtime, self._kernels, self._number = runtime, kernels, number
         self.multiprocessors, self._shared_bytes = multiprocessors, shared_bytes
         self._runtime.emu_run.restype = ctypes.c_char_p
         self._runtime.emu_reset()
         self._alive: list[object] = []  # what queued kernels refer to
+
+    def beside(self, number: int) -> "Device":
+        """Returns another device like this one, with its own number."""
+        return Device(self._runtime, self._kernels, self.multiprocessors, self._shared_bytes, number)
 
     @contextmanager
     def serves_ops(self) -> Iterator[None]:
@@ -85,7 +98,9 @@ class Device:
         self._alive += [buffer, pointers]
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         cluster = dict(key.defines).get("CLUSTER", cluster)
-        self._runtime.emu_launch(library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(pdl), cluster)
+        self._runtime.emu_launch(
+            self._number, library.emu_entry, x, y, key.threads, key.smem_bytes, pointers, int(pdl), cluster
+        )
 
     def _packed(self, argument: TensorMap | Chunks | PerGroup | ActivationNumbers | int) -> bytes | int:
         """Returns an argument as `struct` takes it."""

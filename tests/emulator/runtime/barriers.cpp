@@ -96,6 +96,7 @@ void named_barrier(int id, int threads) {
     barrier.expected = threads;
     if (++barrier.arrived < threads) return block(Wait::kNamedBarrier, id);
     barrier.arrived = 0;
+    if (threads == int(cta.fibers.size())) publish_peer_stores(cta);
     wake_all(cta, Wait::kNamedBarrier, id);
 }
 void sync_threads() { named_barrier(0, int(self()->cta->fibers.size())); }

@@ -89,6 +89,8 @@ inline T __ldcs(const T* from) {
     return *from;
 }
 inline void __threadfence() { emu::step(); }
+inline long long clock64() { return (long long)emu::steps_so_far(); }
+[[noreturn]] inline void __trap() { emu::trap(); }
 inline void __nanosleep(unsigned) { emu::poll(); }
 inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const emu::u8*>(p) - emu::current->shared; }
 template <class T>
@@ -153,6 +155,12 @@ inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
     for (int lane = 0; lane < 32; ++lane)
         if (mask >> lane & 1) value = std::min(value, unsigned(values[lane]));
     return value;
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+    const emu::u64* values = emu::collect(emu::kReduceOr, mask, value);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) bits |= mask >> lane & 1 ? unsigned(values[lane]) : 0;
+    return bits;
 }
 inline unsigned __match_any_sync(unsigned mask, int value) {
     const emu::u64* values = emu::collect(emu::kMatch, mask, unsigned(value));

@@ -28,6 +28,7 @@ extern Thread* current;
 [[noreturn]] void fail(const char* format, ...);
 void step();  // here the scheduler may let another thread run
 void poll();  // here it does: the thread waits for memory to change
+u64 steps_so_far();
 
 // ---- warps ----
 enum Collective {
@@ -38,6 +39,7 @@ enum Collective {
     kReduceAdd,
     kReduceMax,
     kReduceMin,
+    kReduceOr,
     kElect,
     kMma,
     kStoreMatrix,
@@ -93,6 +95,11 @@ void bulk_wait(bool reads_only);
 void copy_async(u32 to, const void* from, u32 bytes);
 void copy_async_arrive(u32 barrier);
 void copy_async_wait();
+
+// ---- memory of other devices ----
+void store_to_peer(void* to, const void* values, u32 bytes);
+void fence_system();  // the thread's stores to peers, and those of threads that it has met since, have arrived
+[[noreturn]] void trap();
 
 // ---- launches ----
 void let_next_kernel_start();

@@ -1,4 +1,5 @@
-// Kernels in the order of a stream, early ones beside the one before; their CTAs on multiprocessors; the C interface.
+// Kernels in the order of their device's stream, early ones beside the one before; their CTAs on multiprocessors; the C
+// interface.
 #include <algorithm>
 #include "state.h"
 #include "tensor_map.h"
@@ -7,8 +8,8 @@ namespace emu {
 constexpr int kReservedShared = 1024;  // of each CTA
 
 static bool may_start(const Kernel& kernel) {
-    if (kernel.index == 0) return true;
-    const Kernel& previous = run.kernels[kernel.index - 1];
+    if (kernel.previous < 0) return true;
+    const Kernel& previous = run.kernels[kernel.previous];
     if (!kernel.early) return previous.done();  // those before that one have ended only if it has waited for them
     return previous.placed == previous.ctas && previous.let_next == previous.ctas;
 }
@@ -21,7 +22,7 @@ void let_next_kernel_start() {  // counts once any thread of the CTA has called 
 void wait_for_previous_kernel() {
     step();
     const Kernel& kernel = *self()->cta->kernel;
-    while (kernel.early && kernel.index > 0 && !run.kernels[kernel.index - 1].done()) block(Wait::kPreviousKernel);
+    while (kernel.early && kernel.previous >= 0 && !run.kernels[kernel.previous].done()) block(Wait::kPreviousKernel);
 }
 
 // Some lanes of a warp, of each warp of a warpgroup, or of all, lag.
@@ -69,9 +70,10 @@ static void place(Kernel& kernel, int multiprocessor, const std::shared_ptr<Clus
 }
 
 static int take_multiprocessor(const Kernel& kernel) {
-    int count = int(run.multiprocessors.size()), first = int(run.random.below(count));
+    std::vector<Multiprocessor>& all = run.devices[kernel.device];
+    int count = int(all.size()), first = int(run.random.below(count));
     for (int i = 0; i < count; ++i) {
-        Multiprocessor& candidate = run.multiprocessors[(first + i) % count];
+        Multiprocessor& candidate = all[(first + i) % count];
         int shared = int(kernel.shared_bytes) + kReservedShared;
         if (candidate.shared < shared || candidate.threads < kernel.threads) continue;
         candidate.threads -= kernel.threads;
@@ -83,24 +85,27 @@ static int take_multiprocessor(const Kernel& kernel) {
 
 // The CTAs of a cluster start together or not at all.
 static bool place_cluster(Kernel& kernel) {
-    std::vector<Multiprocessor> before = run.multiprocessors;
+    std::vector<Multiprocessor>&all = run.devices[kernel.device], before = all;
     std::vector<int> taken;
     for (int i = 0; i < kernel.cluster; ++i) {
         taken.push_back(take_multiprocessor(kernel));
-        if (taken.back() < 0) return run.multiprocessors = before, false;
+        if (taken.back() < 0) return all = before, false;
     }
     auto cluster = std::make_shared<Cluster>();
     for (int multiprocessor : taken) place(kernel, multiprocessor, cluster);
     return true;
 }
 
-void place_ctas() {
+static void place_ctas_on(int device) {
     for (Kernel& kernel : run.kernels) {
-        if (kernel.placed == kernel.ctas) continue;
+        if (kernel.device != device || kernel.placed == kernel.ctas) continue;
         if (!may_start(kernel)) return;
         while (kernel.placed < kernel.ctas)
             if (!place_cluster(kernel)) return;
     }
+}
+void place_ctas() {
+    for (int device = 0; device < int(run.devices.size()); ++device) place_ctas_on(device);
 }
 
 void end_cta(Cta& cta) {
@@ -113,10 +118,12 @@ void end_cta(Cta& cta) {
         if (barrier.arrived) fail("CTA %d of kernel %d ended with threads at a barrier", cta.index, kernel.index);
     for (const Fiber& fiber : cta.fibers)
         if (fiber.cluster_phase >= 0) fail("CTA %d of kernel %d ended without waiting", cta.index, kernel.index);
+    complete_peer_stores(cta);
     for (Fiber& fiber : cta.fibers) end_fiber(fiber);
     cta.ended = true;
-    run.multiprocessors[cta.multiprocessor].threads += kernel.threads;
-    run.multiprocessors[cta.multiprocessor].shared += int(kernel.shared_bytes) + kReservedShared;
+    Multiprocessor& multiprocessor = run.devices[kernel.device][cta.multiprocessor];
+    multiprocessor.threads += kernel.threads;
+    multiprocessor.shared += int(kernel.shared_bytes) + kReservedShared;
     kernel.let_next += !cta.let_next;
     ++kernel.ended;
     std::erase(run.live, &cta);
@@ -159,21 +166,26 @@ void emu_memory(const u8* begin, u64 bytes) {
     known = std::max(known, bytes);
 }
 
-// Queues a kernel for the next run; args[i] points to its i-th argument until then.
-void emu_launch(void (*entry)(void**), int grid_x, int grid_y, int threads, u32 shared_bytes, void** args, int early,
-                int cluster) {
+// Queues a kernel for the next run, behind those of its device; args[i] points to its i-th argument until then.
+void emu_launch(int device, void (*entry)(void**), int grid_x, int grid_y, int threads, u32 shared_bytes, void** args,
+                int early, int cluster) {
     uint3 grid{u32(grid_x), u32(grid_y), 1};
-    int index = int(run.kernels.size());
+    int index = int(run.kernels.size()), previous = index - 1;
+    while (previous >= 0 && run.kernels[previous].device != device) --previous;
     if (grid_x % cluster) fail("a grid of %d CTAs in clusters of %d", grid_x, cluster);
-    run.kernels.push_back(
-        {entry, args, grid, threads, shared_bytes, early != 0, cluster, index, grid_x * grid_y, 0, 0, 0});
+    run.kernels.push_back({entry, args, grid, threads, shared_bytes, early != 0, cluster, device, index, previous,
+                           grid_x * grid_y, 0, 0, 0});
 }
 
-// Runs what is queued; an empty string, or what went wrong. Afterwards nothing is queued.
+// Runs what is queued, on as many multiprocessors of each device; an empty string, or what went wrong. Afterwards
+// nothing is queued.
 const char* emu_run(u64 seed, int multiprocessors, int shared_bytes) {
     static std::string error;
     draw_schedule(seed);
-    run.multiprocessors.resize(multiprocessors, {.shared = shared_bytes});
+    for (const Kernel& kernel : run.kernels)
+        if (kernel.device >= int(run.devices.size())) run.devices.resize(kernel.device + 1);
+    for (auto& device : run.devices) device.resize(multiprocessors, {.shared = shared_bytes});
+    run.slow_devices.resize(run.devices.size());
     try {
         schedule();
         for (const Kernel& kernel : run.kernels)

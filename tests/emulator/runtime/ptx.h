@@ -98,6 +98,29 @@ inline void ld_acquire_gpu_global_s32(int& to, const int* from) {
     emu::poll();
     to = *from;
 }
+inline void ld_acquire_sys_global_u32(u32& to, const u32* from) {
+    emu::poll();
+    to = *from;
+}
+inline void st_release_sys_global_u32(u32* to, u32 value) {
+    emu::fence_system();
+    *to = value;
+    emu::step();
+}
+inline void atom_acq_rel_sys_global_add_s32(int& before, int* to, int value) {
+    emu::fence_system();
+    before = atomicAdd(to, value);
+}
+inline void fence_acq_rel_sys() { emu::fence_system(); }
+inline void st_relaxed_sys_global_u32(u32* to, u32 a) { emu::store_to_peer(to, &a, 4); }
+inline void st_relaxed_sys_global_v2_u32(void* to, u32 a, u32 b) {
+    const u32 values[] = {a, b};
+    emu::store_to_peer(to, values, sizeof values);
+}
+inline void st_relaxed_sys_global_v4_u32(void* to, u32 a, u32 b, u32 c, u32 d) {
+    const u32 values[] = {a, b, c, d};
+    emu::store_to_peer(to, values, sizeof values);
+}
 inline void atom_relaxed_gpu_global_add_s32(int& before, int* to, int value) { before = atomicAdd(to, value); }
 inline void red_relaxed_gpu_global_add_v4_f32(float* to, float a, float b, float c, float d) {
     if (uintptr_t(to) % 16) emu::fail("red.v4 to %p: not aligned", static_cast<void*>(to));

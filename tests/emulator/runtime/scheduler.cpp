@@ -10,7 +10,9 @@ namespace emu {
 Thread* current;
 Run run;
 
-constexpr u64 kMostSteps = 200'000'000, kMostPolls = 1'000'000, kMostPollsPerRelease = 30;
+constexpr u64 kMostSteps = 200'000'000, kMostPolls = 1'000'000;
+// Polls until held lanes get a turn. Of several devices one that waits for others polls all the time.
+constexpr u64 kMostPollsPerRelease = 30, kMostPollsOfSeveral = 2;
 constexpr size_t kStackBytes = 64 * 1024, kStackGuard = 64;
 constexpr u8 kGuardByte = 0x5c;
 
@@ -194,8 +196,10 @@ static void complete_an_operation() {
 // ---- threads ----
 
 static void starve_some() {
+    for (size_t i = 0; run.devices.size() > 1 && i < run.devices.size(); ++i)
+        run.slow_devices[i] = run.random.chance(0.4);
     for (Cta* cta : run.live) {
-        cta->slow = run.random.chance(0.4);
+        cta->slow = run.slow_devices[cta->kernel->device] || run.random.chance(0.4);
         cta->slow_warps = run.random.chance(0.5) ? run.random.next() & run.random.next() : 0;
     }
 }
@@ -218,17 +222,21 @@ static void run_a_thread() {
     if (fiber.wait == Wait::kEnded && --cta.alive == 0) end_cta(cta);
 }
 
+u64 steps_so_far() { return run.steps; }
+
 // Threads that poll can always run, so held lanes also get a turn after a number of polls.
 static bool must_release(bool any_ready, bool late) {
     if (run.held.empty()) return false;
-    if (run.polls_since_release > kMostPollsPerRelease) return true;
+    u64 most = run.devices.size() > 1 ? kMostPollsOfSeveral : kMostPollsPerRelease;
+    if (run.polls_since_release > most) return true;
     return !any_ready && run.operations.empty() && !(late && run.random.chance(0.5));
 }
 
 static bool idle() { return run.live.empty() && run.operations.empty() && run.late.empty(); }
 
 static void schedule_one() {
-    if (++run.steps > kMostSteps) fail("livelock: more than %llu steps", kMostSteps);
+    if (++run.steps > kMostSteps * run.devices.size())
+        fail("livelock: more than %llu steps of each device", kMostSteps);
     if (run.polls > kMostPolls) fail("livelock: all threads that run poll memory");
     if (run.starve && run.steps % 4096 == 0) starve_some();
     bool any_ready = run.ready > 0;

@@ -37,6 +37,14 @@ struct CopyBatch {  // the cp.async of a thread up to an arrival that they cause
     u32 barrier = 0;
 };
 
+struct PeerStore {  // in the memory of another device, where it arrives at any time before a fence has returned
+    u8* to;
+    std::vector<u8> bytes;
+    bool done = false;
+    void complete();
+};
+using PeerStores = std::vector<std::shared_ptr<PeerStore>>;
+
 struct Fiber : Thread {
     int index;
     Cta* cta;
@@ -51,6 +59,7 @@ struct Fiber : Thread {
     std::deque<std::shared_ptr<CopyBatch>> batches;
     int copies = 0;
     int cluster_phase = -1;  // of the barrier at which it has arrived and not waited
+    PeerStores peer_stores;  // since its last fence
 };
 
 struct Rendezvous {
@@ -93,7 +102,9 @@ struct Kernel {
     u32 shared_bytes;
     bool early;
     int cluster;  // CTAs
-    int index, ctas, placed, ended, let_next;
+    int device, index;
+    int previous;  // the kernel before it on its device; -1: none
+    int ctas, placed, ended, let_next;
     bool done() const { return ended == ctas; }
 };
 
@@ -122,6 +133,7 @@ struct Cta {
     u32 static_end = kStaticShared;
     std::vector<u8> unfenced;                      // of each granule: who has stored to it and not fenced since
     std::vector<std::vector<u32>> unfenced_lists;  // of each writer
+    PeerStores peer_stores;                        // of threads that have met since: a fence of any covers them
 };
 
 struct Multiprocessor {
@@ -142,7 +154,8 @@ struct Random {
 struct Run {
     Random random;
     std::deque<Kernel> kernels;
-    std::vector<Multiprocessor> multiprocessors;
+    std::vector<std::vector<Multiprocessor>> devices;
+    std::vector<bool> slow_devices;
     std::vector<Cta*> live;
     std::vector<std::unique_ptr<Cta>> ctas;  // kept to the end: stores refer to their fibers
     std::vector<Operation> operations, late;
@@ -188,6 +201,10 @@ struct Mbarrier {
 bool decode_mbarrier(u64 word, Mbarrier& barrier);
 Mbarrier read_mbarrier(Cta& cta, u32 address);
 void update_mbarrier(Cta& cta, u32 address, int arrivals, int bytes);
+
+// ---- peers.cpp ----
+void publish_peer_stores(Cta& cta);   // its threads have met
+void complete_peer_stores(Cta& cta);  // it has ended
 
 std::string report();
 }  // namespace emu

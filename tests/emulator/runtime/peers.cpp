@@ -1,0 +1,41 @@
+// Stores to the memory of other devices. Those of a thread arrive in any order, and some only when a fence waits for
+// them.
+#include "state.h"
+
+namespace emu {
+void PeerStore::complete() {
+    if (!done) memcpy(to, bytes.data(), bytes.size());
+    done = true;
+}
+static void complete_all(PeerStores& stores) {
+    for (auto& store : stores) store->complete();
+    stores.clear();
+}
+static void move_all(PeerStores& from, PeerStores& to) {
+    to.insert(to.end(), from.begin(), from.end());
+    from.clear();
+}
+
+void store_to_peer(void* to, const void* values, u32 bytes) {
+    step();
+    if (uintptr_t(to) % bytes) fail("a store of %u bytes to a peer at %p: not aligned", bytes, to);
+    check_memory(to, bytes, "a store to a peer");
+    auto begin = static_cast<const u8*>(values);
+    auto store = std::make_shared<PeerStore>(PeerStore{static_cast<u8*>(to), {begin, begin + bytes}});
+    self()->peer_stores.push_back(store);
+    later([store] { return store->complete(), true; });
+}
+void fence_system() {
+    step();
+    complete_all(self()->peer_stores);
+    complete_all(self()->cta->peer_stores);
+}
+void publish_peer_stores(Cta& cta) {
+    for (Fiber& fiber : cta.fibers) move_all(fiber.peer_stores, cta.peer_stores);
+}
+void complete_peer_stores(Cta& cta) {
+    publish_peer_stores(cta);
+    complete_all(cta.peer_stores);
+}
+void trap() { fail("the kernel has trapped"); }
+}  // namespace emu
