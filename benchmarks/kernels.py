@@ -29,6 +29,6 @@ def described(recorded: dict[str, str] | None) -> str:
     if recorded is None:
         return "hash of the kernels not recorded"
     now = hashes()
-    changed = sorted(source for source in recorded.keys() | now if recorded.get(source) != now.get(source))
+    changed = sorted(source for source in recorded if recorded[source] != now.get(source))
     since = f"; kernels changed since: {', '.join(f'`{source}`' for source in changed)}" if changed else ""
     return f"kernels {short_hash(str(sorted(recorded.items())))}{since}"

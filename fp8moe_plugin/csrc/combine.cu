@@ -8,9 +8,7 @@
 //
 // A thread sums 16 bytes of one token; blocks_per_token thread blocks share a token. Grid: T * blocks_per_token.
 // With PDL it starts while the second GEMM, which writes `rows`, ends.
-#include "device/common.cuh"
-
-constexpr int kRowsInFlight = 8;
+#include "epilogue/weighted_sum.cuh"
 
 // Inputs are not __restrict__: the compiler could then move their loads above the wait.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -23,34 +21,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     slots += static_cast<size_t>(token) * topk;
     const int routed = topk - shared_expert;
     weights += static_cast<size_t>(token) * routed;
-
-    float sum[8] = {};
-    for (int begin = 0; begin < topk; begin += kRowsInFlight) {
-        int slot[kRowsInFlight];
-        float weight[kRowsInFlight];
-        uint4 row[kRowsInFlight];
-#pragma unroll
-        for (int j = 0; j < kRowsInFlight; ++j) {
-            slot[j] = begin + j < topk ? slots[begin + j] : -1;
-            weight[j] = begin + j < routed ? weights[begin + j] : 1.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < kRowsInFlight; ++j)  // in a loop of its own it takes 6 registers less
-            weight[j] = __fmul_rn(weight[j], begin + j < routed ? routed_scale : 1.0f);
-        wait_for_previous_kernel();  // as late as possible: of the inputs only `rows` come from that kernel
-#pragma unroll
-        for (int j = 0; j < kRowsInFlight; ++j)
-            if (slot[j] >= 0) row[j] = rows[static_cast<size_t>(slot[j]) * vectors + vector];
-#pragma unroll
-        for (int j = 0; j < kRowsInFlight; ++j) {
-            if (slot[j] < 0) continue;
-            float value[8];
-            unpack_eight(row[j], value);
-#pragma unroll
-            for (int c = 0; c < 8; ++c) sum[c] = __fadd_rn(sum[c], __fmul_rn(weight[j], value[c]));
-        }
-    }
     out[static_cast<size_t>(token) * vectors + vector] =
-        make_uint4(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]), pack_bf16x2(sum[4], sum[5]),
-                   pack_bf16x2(sum[6], sum[7]));
+        weighted_sum(rows, slots, weights, vector, vectors, topk, routed, routed_scale);
 }

@@ -46,6 +46,10 @@ def _signature(text: str) -> tuple[Parameter, ...]:
 
 
 PARAMETERS = {
+    "add_sums": _signature(
+        "pointer window, pointer ids, pointer owners, pointer out, int ids_64, int tokens, int rows, int topk, "
+        "int experts, int vectors"
+    ),
     "choose_experts": _signature(
         "pointer logits, pointer padding, pointer weights, pointer ids, int logits_bf16, int tokens, int experts, "
         "int topk, int renormalize"
@@ -105,6 +109,13 @@ PARAMETERS = {
     "k_grouped_gemm": _signature(
         "maps a_maps, maps b_maps, ints k_blocks, ints first_k_blocks, ints indices, pointer a_scales, "
         "int a_scale_k_stride, pointer b_scales, int b_scale_k_stride, pointer c, pointer d, int m, int n, int groups"
+    ),
+    "push_sums": _signature(
+        "pointer rows, pointer slots, pointer window, int rows_per_rank, int vectors, int topk, float routed_scale"
+    ),
+    "push_tokens": _signature(
+        "pointer x, pointer ids, pointer weights, pointer owners, pointer window, int ids_64, int tokens, int rows, "
+        "int topk, int experts, int groups"
     ),
     "quantize": _signature(
         "pointer x, pointer q, pointer scales, pointer slots, int tokens, int groups, int topk, int tokens_per_warp, "

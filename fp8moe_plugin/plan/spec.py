@@ -77,6 +77,7 @@ class Arrival(StrEnum):
 
     STANDARD = "contiguous"  # bfloat16 tokens in any order, with the ids of their experts
     QUANTIZED = "quantized"  # the same in e4m3 with scales, quantized before an all-to-all
+    PUSHED = "pushed"  # stored by other ranks, as the kernels of the step take them
     BATCHED = "masked"  # quantized by an all-to-all, and sorted by expert into `[E, max_m]` rows
 
 

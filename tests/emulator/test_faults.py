@@ -20,6 +20,7 @@ from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import layer
 from fp8moe_plugin.plan.sm90.catalog import (
+    add_sums_key,
     choose_experts_key,
     combine_key,
     dense_gemm_few_rows_key,
@@ -37,6 +38,8 @@ from fp8moe_plugin.plan.sm90.catalog import (
     paged_mqa_logits_key,
     paged_mqa_metadata_key,
     permute_key,
+    push_sums_key,
+    push_tokens_key,
     quantize_key,
     route_key,
     router_gemm_key,
@@ -70,6 +73,7 @@ from tests.emulator.layers import (
     run_quantized_tokens,
     run_routed_layers,
 )
+from tests.emulator.ranks import run_calls
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
 from tests.k_grouped import gradients
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
@@ -128,6 +132,17 @@ def transposed_scales(emulator: Device, seed: int) -> None:
     here = torch.arange(max(counts)) < masked_m[:, None]
     assert h.same_bits(out[here], scales[here]), WRONG_RESULT
     assert h.untouched(out[~here]), WRONG_RESULT
+
+
+def ranks_that_push(emulator: Device, seed: int) -> None:
+    """Calls of a layer in which two ranks store into each other's windows."""
+    error = run_calls(emulator, seed, [[3, 2], [2, 3], [1, 3]], inputs=0)
+    assert error <= MOST_ERROR, WRONG_RESULT
+
+
+def ranks_with_many_tokens(emulator: Device, seed: int) -> None:
+    """More tokens than blocks."""
+    assert run_calls(emulator, seed, [[30, 30]], inputs=0) <= MOST_ERROR, WRONG_RESULT
 
 
 def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
@@ -338,6 +353,8 @@ KERNELS = {  # to be compiled ahead
         gate_up_key(h.layer_spec(), gather=False),
         grouped_gemm_key(Output.BF16),
     ),
+    ranks_that_push: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
+    ranks_with_many_tokens: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
     packed_layer: PACKED,
     packed_small_batch: PACKED_SMALL_BATCH,
     wide_packed_batch: WIDE_PACKED_BATCH,
@@ -585,7 +602,7 @@ FAULTS = {
         f"{WRONG_RESULT}|bytes",
     ),
     "rows are added up before the second GEMM of few rows has written them": Fault(
-        "combine.cu",
+        "epilogue/weighted_sum.cuh",
         "        wait_for_previous_kernel();",
         "        ;",
         layers_in_a_row,
@@ -1134,6 +1151,50 @@ FAULTS = {
         "begin < 1; begin += kAtOnce",
         biases.small_batch,
         "AssertionError",
+    ),
+    "stores of a block are not ordered before its end": Fault(
+        "ranks/window.cuh",
+        "count_in_system(&window->blocks_done)",
+        "atomicAdd(&window->blocks_done, 1)",
+        ranks_that_push,
+        WRONG_RESULT,
+    ),
+    "a push does not wait for those of other ranks": Fault(
+        "ranks/window.cuh",
+        "while (int(load_acquire_system(&window->arrived[rank]) - push) < 0)",
+        "while (false)",
+        ranks_that_push,
+        WRONG_RESULT,
+    ),
+    "a push takes the one before for its own": Fault(
+        "ranks/window.cuh", "push = window->pushes + 1;", "push = window->pushes;", ranks_that_push, WRONG_RESULT
+    ),
+    "lanes count a push that others have counted": Fault(
+        "ranks/window.cuh",
+        "    __syncwarp();  // all lanes have read `pushes`",
+        "",
+        ranks_that_push,
+        f"{WRONG_RESULT}|{BEHIND}",
+    ),
+    "every block ends the push": Fault(
+        "ranks/window.cuh", "if (!last[0] || ", "if (", ranks_that_push, f"{WRONG_RESULT}|{BEHIND}"
+    ),
+    "tokens share the place of their scales": Fault(
+        "push_tokens.cu",
+        "scale = scale == scales ? scales + MAX_GROUPS : scales;",
+        "",
+        ranks_with_many_tokens,
+        WRONG_RESULT,
+    ),
+    "sums are added before all have arrived": Fault(
+        "add_sums.cu", "    wait_for_previous_kernel();\n", "", ranks_that_push, WRONG_RESULT
+    ),
+    "sums are pushed before the second GEMM has ended": Fault(
+        "epilogue/weighted_sum.cuh",
+        "        wait_for_previous_kernel();  // as late",
+        "        // as late",
+        ranks_that_push,
+        WRONG_RESULT,
     ),
 }
 

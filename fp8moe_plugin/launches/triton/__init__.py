@@ -29,6 +29,8 @@ class Triton:
         self.target = target
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
+        if arrival is Arrival.PUSHED:
+            return f"rows that arrive {arrival}"
         return layer_refusal(spec, tuple(ROW_SCALES))
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:

@@ -40,6 +40,8 @@ SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
 PACKED_SMALL_BATCH_STAGES = {(8, 8): (5, 12), (16, 8): (4, 10), (16, 4): (4, 10)}
 PACKED_SMALL_BATCH_KIB = {(8, 8): (102, 123), (16, 8): (102, 118), (16, 4): (102, 118)}
 SMALL_BATCH_HIDDEN = SMALL_BATCH_K_BLOCKS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
+MAX_RANKS = 8  # of an expert-parallel group with windows
+MAX_PUSHED_GROUPS = 256  # groups of 128 channels of a token, in push_tokens
 MQA_HEADS = (32, 64)  # of an indexer
 MQA_NEXT_N = (1, 2, 3, 4)  # tokens of a request in one step of decode
 
@@ -108,6 +110,22 @@ def transpose_scales_key() -> KernelKey:
 @functools.cache
 def combine_key() -> KernelKey:
     return KernelKey("combine", (), 128)
+
+
+@functools.cache
+def push_tokens_key(ue8m0: bool, quantize: bool) -> KernelKey:
+    most = ("MAX_RANKS", MAX_RANKS), ("MAX_GROUPS", MAX_PUSHED_GROUPS)
+    return KernelKey("push_tokens", (("UE8M0", int(ue8m0)), ("QUANTIZE", int(quantize)), *most), 512)
+
+
+@functools.cache
+def push_sums_key() -> KernelKey:
+    return KernelKey("push_sums", (("MAX_RANKS", MAX_RANKS),), 128)
+
+
+@functools.cache
+def add_sums_key() -> KernelKey:
+    return KernelKey("add_sums", (("MAX_RANKS", MAX_RANKS),), 128)
 
 
 def _activation_macros(activation: Activation, ue8m0: bool) -> tuple[tuple[str, int], ...]:

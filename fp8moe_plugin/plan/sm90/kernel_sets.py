@@ -12,6 +12,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     GROUPED_TILE_N,
     MQA_NEXT_N,
     SMALL_BATCH_STAGES,
+    add_sums_key,
     choose_experts_key,
     combine_key,
     count_experts_key,
@@ -30,6 +31,8 @@ from fp8moe_plugin.plan.sm90.catalog import (
     paged_mqa_logits_key,
     paged_mqa_metadata_key,
     permute_key,
+    push_sums_key,
+    push_tokens_key,
     quantize_key,
     route_key,
     router_gemm_key,
@@ -47,6 +50,8 @@ from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEE
 
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
+    if arrival is Arrival.PUSHED:
+        return _push_kernels(spec)
     if spec.weights in FEW_ROWS_ONLY:
         return _only_few_rows_kernels(spec)
     of_w2 = {"weights": spec.weights, "bias": spec.bias}
@@ -66,6 +71,23 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     permuted = quantize_key(spec.ue8m0, Layout.PERMUTED)
     gemms[permuted] = "quantization of the tokens, with a copy for each of their experts"
     return gemms | _small_batch_kernels(spec)
+
+
+def _push_kernels(spec: LayerSpec) -> KernelSet:
+    """Returns the kernels of a layer whose ranks store tokens into each other's windows."""
+    small = {} if spec.weights in FEW_ROWS_ONLY else _small_batch_kernels(spec)
+    return (
+        layer_kernels(spec, Arrival.QUANTIZED)
+        | small
+        | {
+            push_tokens_key(spec.ue8m0, quantize=True): "tokens stored in the windows of other ranks, in e4m3",
+            push_tokens_key(
+                spec.ue8m0, quantize=False
+            ): "the same in steps of up to 16 tokens of all ranks, in bfloat16",
+            push_sums_key(): "sums of a rank's experts stored in the window of each token's rank",
+            add_sums_key(): "the sums of all ranks of each token added",
+        }
+    )
 
 
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:

@@ -1,0 +1,33 @@
+// Memory of other GPUs: stores to it, and what orders them, in the scope of the system.
+#pragma once
+#include "device/common.cuh"
+
+DEVICE void store_to_peer(u32* to, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+DEVICE void store_to_peer(uint2* to, uint2 v) {
+    asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+DEVICE void store_to_peer(uint4* to, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+}
+
+DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Adds 1 to a counter and returns what it was. What this thread and those that it has met did before comes before what
+// a thread does that counts later.
+DEVICE int count_in_system(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.sys.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+DEVICE void store_release_system(u32* to, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+DEVICE u32 load_acquire_system(const u32* from) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}

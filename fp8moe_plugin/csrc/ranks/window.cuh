@@ -1,0 +1,61 @@
+// Windows: memory of each rank of an expert-parallel group that all of them can write to, over NVLink.
+//
+// A push stores tokens or sums into the windows of others, and ends on each rank when the pushes of all have arrived
+// there: what runs after it reads its own window. Every rank makes every push, in the same order. Pushes of tokens and
+// of sums take turns, and a rank reads what one has brought before it ends the next. So nothing is acknowledged: a rank
+// begins a push of tokens when the push of sums before it has ended, to which all ranks have contributed after reading
+// the tokens before; and the other way round.
+#pragma once
+#include "device/common.cuh"
+#include "device/system.cuh"
+
+struct Window {  // at the start of each rank's window; written by the host, but for what kernels count
+    u8* windows[MAX_RANKS];
+    // Where the parts of each window begin, in bytes; N ranks have `rows` tokens each in a step, rows by rank and
+    // token:
+    i64 tokens;    // e4m3 or bfloat16 [N * rows, H]
+    i64 scales;    // float32 [N * rows, H / 128], with e4m3
+    i64 ids;       // int32 [N * rows, topk], -1 for none
+    i64 weights;   // float32 [N * rows, topk]
+    i64 sums;      // bfloat16 [N * rows, H], each rank's share of the results of this rank's tokens
+    i64 patience;  // clock cycles that a push waits for another rank
+    int* lost;     // in memory of the host: 1 + the rank that it has waited for in vain
+    int rank, ranks;
+    u32 pushes;              // of this rank so far
+    int blocks_done;         // of the push that runs
+    u32 arrived[MAX_RANKS];  // pushes of each rank; written by that rank
+
+    template <class T>
+    DEVICE T* in_window(int of, i64 part) const {
+        return reinterpret_cast<T*>(windows[of] + part);
+    }
+    // The ranks one after the other, beginning with the next one, so that not all store to the same at once.
+    DEVICE int peer(int i) const { return rank + 1 + i < ranks ? rank + 1 + i : rank + 1 + i - ranks; }
+};
+
+// Writes whom this rank has waited for, and ends all work on the GPU with an error.
+DEVICE void give_up(const Window& window, int lost) {
+    *const_cast<volatile int*>(window.lost) = 1 + lost;
+    fence_system();
+    __trap();
+}
+
+// Ends a push, by all threads of all blocks: in the last of them once the pushes of all ranks have arrived.
+DEVICE void finish_push(Window* window) {
+    __shared__ int last[1];
+    __syncthreads();
+    if (threadIdx.x == 0) last[0] = count_in_system(&window->blocks_done) == int(gridDim.x) - 1;
+    __syncthreads();
+    if (!last[0] || threadIdx.x >= kWarp) return;
+    const u32 push = window->pushes + 1;
+    if (const int rank = threadIdx.x; rank < window->ranks) {
+        store_release_system(&window->in_window<Window>(rank, 0)->arrived[window->rank], push);
+        const i64 begin = clock64();
+        while (int(load_acquire_system(&window->arrived[rank]) - push) < 0)
+            if (clock64() - begin > window->patience) give_up(*window, rank);
+    }
+    __syncwarp();  // all lanes have read `pushes`
+    if (threadIdx.x > 0) return;
+    window->pushes = push;
+    window->blocks_done = 0;
+}

@@ -1,0 +1,67 @@
+"""The window of a rank: memory of an expert-parallel group that all of its ranks can write to."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.plan.sm90.catalog import MAX_RANKS
+from fp8moe_plugin.plan.sm90.push import HEADER_BYTES, WindowLayout, push_refusal, window_layout
+
+HEADER = struct.Struct(f"{MAX_RANKS}q7q2i2I{MAX_RANKS}I")  # `Window` in csrc/ranks/window.cuh
+assert HEADER.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A rank's window, of which `open_window` has written the header.
+
+    Layers of one group share it, if their calls follow each other in a stream and every rank makes all of them.
+    """
+
+    memory: torch.Tensor  # uint8 [layout.nbytes]
+    lost: torch.Tensor  # int32 [1] of the host: 1 + the rank that did not answer in time, 0: none
+    ranks: int
+    rows: int  # most tokens of a rank in a step
+    hidden: int
+    topk: int
+
+    @property
+    def layout(self) -> WindowLayout:
+        return window_layout(self.ranks, self.rows, self.hidden, self.topk)
+
+
+def open_window(
+    memory: torch.Tensor,
+    addresses: Sequence[int],
+    rank: int,
+    rows: int,
+    hidden: int,
+    topk: int,
+    lost: torch.Tensor,
+    patience: int,
+) -> Window:
+    """Returns this rank's window after writing its header. Ranks call each other only after all have opened theirs.
+
+    Args:
+        memory: uint8, `window_layout(..).nbytes` bytes.
+        addresses: of the memory of each rank's window, as this rank sees it.
+        rows: most tokens of a rank in a step; the same on all ranks, as hidden and topk.
+        lost: int32 `[1]`, zero, which the GPU can write to: pinned memory of the host.
+        patience: clock cycles that a kernel waits for another rank before it ends all work on the GPU with an error.
+    Raises:
+        InvalidInputError: the kernels do not serve such a group, or the memory is too small.
+    """
+    ranks = len(addresses)
+    if refusal := push_refusal(ranks, hidden):
+        raise InvalidInputError(f"There is {refusal}. Use the engine's own all-to-all.")
+    layout = window_layout(ranks, rows, hidden, topk)
+    if memory.numel() < layout.nbytes:
+        raise InvalidInputError(f"The window has {memory.numel()} bytes, needs {layout.nbytes}.")
+    parts = layout.tokens, layout.scales, layout.ids, layout.weights, layout.sums
+    windows = (*addresses, *(0,) * (MAX_RANKS - ranks))
+    header = HEADER.pack(*windows, *parts, patience, lost.data_ptr(), rank, ranks, 0, 0, *(0,) * MAX_RANKS)
+    memory[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    return Window(memory, lost, ranks, rows, hidden, topk)

@@ -1,0 +1,111 @@
+"""The plan of a layer under expert parallelism whose tokens and sums the ranks store into each other's windows.
+
+Each rank computes its experts for the tokens of all ranks, as in any other step; only what is before and after differs.
+csrc/ranks/window.cuh says why nothing is acknowledged.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.scratch import offsets
+from fp8moe_plugin.plan.sm90.catalog import (
+    MAX_PUSHED_GROUPS,
+    MAX_RANKS,
+    SMALL_BATCH_TOKENS,
+    add_sums_key,
+    push_sums_key,
+    push_tokens_key,
+)
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
+from fp8moe_plugin.plan.spec import LayerSpec
+
+HEADER_BYTES = 8 * (MAX_RANKS + 7) + 4 * (4 + MAX_RANKS)  # of `Window` in csrc/ranks/window.cuh
+CHANNELS = 8  # of a thread of push_sums: 16 bytes
+TOKEN_BLOCKS, SUM_BLOCKS = 2, 8  # most blocks per multiprocessor of push_tokens and push_sums
+
+
+class WindowLayout(NamedTuple):
+    """The offsets of the parts of a window, for `rows` tokens of each of N ranks; see csrc/ranks/window.cuh."""
+
+    header: int
+    tokens: int
+    scales: int
+    ids: int
+    weights: int
+    sums: int
+    nbytes: int
+
+
+def window_layout(ranks: int, rows: int, hidden: int, topk: int) -> WindowLayout:
+    """Returns the layout of windows for steps of up to `rows` tokens on each rank."""
+    tokens, scales = ranks * rows, hidden // GROUP
+    unquantized = min(tokens, SMALL_BATCH_TOKENS[-1])
+    sizes = (
+        HEADER_BYTES,
+        max(tokens, 2 * unquantized) * hidden,
+        4 * tokens * scales,
+        4 * tokens * topk,
+        4 * tokens * topk,
+        2 * tokens * hidden,
+    )
+    return WindowLayout(*offsets(*sizes))
+
+
+def push_refusal(ranks: int, hidden: int) -> str | None:
+    """Returns why the kernels do not serve such a group, or None if they do."""
+    if ranks > MAX_RANKS:
+        return f"a group of {ranks} ranks, of which the kernels support up to {MAX_RANKS}"
+    if hidden > MAX_PUSHED_GROUPS * GROUP:
+        return f"a hidden size of {hidden}, of which the kernels support up to {MAX_PUSHED_GROUPS * GROUP}"
+    return None
+
+
+class PushScratch(NamedTuple):
+    """Scratch memory of a step: that of the layer, and its result in a small batch."""
+
+    layer: int
+    sums: int  # bfloat16 [N * rows, H]
+    nbytes: int
+
+
+# Compared by identity, which is fast: steps are cached.
+@dataclass(frozen=True, eq=False)
+class PushStep:
+    """A step in which each rank has up to `rows` tokens."""
+
+    spec: LayerSpec
+    ranks: int
+    rows: int
+    layer: StepPlan  # of the tokens of all ranks
+    push_tokens: KernelKey
+    token_blocks: int
+    push_sums: KernelKey
+    sum_blocks: int
+    add_sums: KernelKey
+    scratch: PushScratch
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int) -> PushStep:
+    """Returns the plan of a step of up to `rows` tokens on each of the ranks, at least 1."""
+    tokens, hidden, push_sums = ranks * rows, spec.shape.hidden, push_sums_key()
+    layer = plan_layer(spec, tokens, multiprocessors)
+    small = isinstance(layer, SmallBatchStep)  # its kernels quantize tokens, and sum up each token's experts
+    if not small:
+        layer = plan_layer(spec._replace(quantized=True), tokens, multiprocessors)
+    return PushStep(
+        spec=spec,
+        ranks=ranks,
+        rows=rows,
+        layer=layer,
+        push_tokens=push_tokens_key(spec.ue8m0, not small),
+        token_blocks=min(rows, TOKEN_BLOCKS * multiprocessors),
+        push_sums=push_sums,
+        sum_blocks=min(tokens * ceil_div(hidden, CHANNELS * push_sums.threads), SUM_BLOCKS * multiprocessors),
+        add_sums=add_sums_key(),
+        scratch=PushScratch(*offsets(layer.scratch.nbytes, 2 * tokens * hidden if small else 0)),
+    )

@@ -1,0 +1,67 @@
+"""Layers whose ranks store tokens and sums into each other's windows, under schedules that are hard on them."""
+
+import ctypes
+from functools import partial
+
+import pytest
+import torch
+
+from fp8moe_plugin.ops import fused_moe
+from tests import helpers as h
+from tests.emulator.build import Kernels
+from tests.emulator.device import Device, EmulatorError
+from tests.emulator.layers import MOST_ERROR
+from tests.emulator.ranks import EXPERTS_PER_RANK, HIDDEN, INTERMEDIATE, TOPK, open_group, run_calls
+
+SMALL_BATCH_MULTIPROCESSORS = 16  # the fewest with room for its clusters
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("calls", [[[5, 3], [2, 4], [5, 5]], [[1, 0, 3, 2], [2, 2, 0, 1]]])
+def test_calls_behind_each_other(emulator: Device, calls: list[list[int]], seed: int) -> None:
+    assert run_calls(emulator, seed, calls) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_many_rows(emulator: Device, seed: int) -> None:
+    assert run_calls(emulator, seed, [[70, 40], [3, 4], [90, 100]]) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_small_batches(emulator_runtime: ctypes.CDLL, kernels: Kernels, seed: int) -> None:
+    emulator = Device(emulator_runtime, kernels, SMALL_BATCH_MULTIPROCESSORS)
+    assert run_calls(emulator, seed, [[2, 1], [1, 2]]) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_is_named(emulator: Device, absent: int) -> None:
+    gen, experts = h.seeded(0, torch.device("cpu")), 2 * EXPERTS_PER_RANK
+    layer = h.random_layer(gen, experts, HIDDEN, INTERMEDIATE)
+    inputs = h.random_tokens(gen, 2, HIDDEN), *h.random_routing(gen, "distinct", 2, TOPK, experts)
+    group = open_group(emulator, layer, 2, 2, patience=20_000)
+
+    def ops(rank: int) -> None:
+        if rank == absent:
+            group.ranks[rank].window.memory.data_ptr()  # it is there, but calls nothing
+        else:
+            group.push(rank, 2, inputs)
+
+    with pytest.raises(EmulatorError, match="the kernel has trapped"):
+        group.run(1, ops)
+    assert group.ranks[1 - absent].window.lost == 1 + absent
+
+
+def test_a_token_has_the_bits_of_one_rank_alone(emulator: Device) -> None:
+    """Where one rank has all experts of a token, nothing is added to its sum."""
+    gen, tokens, experts = h.seeded(0, torch.device("cpu")), 6, 2 * EXPERTS_PER_RANK
+    layer, x = h.random_layer(gen, experts, HIDDEN, INTERMEDIATE), h.random_tokens(gen, tokens, HIDDEN)
+    weights, ids = h.random_routing(gen, "distinct", tokens, TOPK, EXPERTS_PER_RANK)
+    group, outs = open_group(emulator, layer, 2, tokens), {}
+
+    def ops(rank: int) -> None:
+        outs[rank] = group.push(rank, tokens, (x, weights, ids * 2 + rank))
+
+    group.run(2, ops)
+    for rank, member in enumerate(group.ranks):
+        alone = emulator.execute(2, partial(fused_moe, x, *member.layer, weights, ids))
+        assert outs[rank].equal(alone)

@@ -1,0 +1,60 @@
+"""Wrong calls of `push_moe` and `open_window`. The emulator runs the right ones: tests/emulator/test_ranks.py."""
+
+import pytest
+import torch
+
+from fp8moe_plugin.errors import InvalidInputError, UnsupportedError
+from fp8moe_plugin.ops import open_window, push_moe
+from fp8moe_plugin.ops.window import Window
+from fp8moe_plugin.plan.sm90.push import window_layout
+from tests import helpers as h
+
+EXPERTS, HIDDEN, TOPK, ROWS = 4, 256, 2, 3
+CPU = torch.device("cpu")
+
+
+def make_window(hidden: int = HIDDEN, ranks: int = 2, spare: int = 0) -> Window:
+    memory = torch.zeros(window_layout(2, ROWS, hidden, TOPK).nbytes + spare, dtype=torch.uint8)
+    return open_window(memory, [memory.data_ptr()] * ranks, 0, ROWS, hidden, TOPK, torch.zeros(1).int(), 1)
+
+
+def call(rows: int = ROWS, tokens: int = 2, window: Window | None = None, owners: int = EXPERTS) -> torch.Tensor:
+    gen = h.seeded(0, CPU)
+    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
+    weights, ids = h.random_routing(gen, "distinct", tokens, TOPK, EXPERTS)
+    of_experts = torch.zeros(owners, dtype=torch.int32)
+    expert_map = torch.arange(EXPERTS, dtype=torch.int32)
+    return push_moe(window or make_window(), of_experts, rows, x, *layer, weights, ids, expert_map)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rows": 1}, "rows is 1, needs the largest number of tokens of a rank: from 2, those of this one, to 3"),
+        ({"rows": 4}, "rows is 4"),
+        ({"rows": 2.0}, "rows"),
+        ({"owners": 3}, "owners"),
+        ({"window": make_window(384)}, "The window is for 384 channels and 2 experts per token, the call has 256"),
+    ],
+)
+def test_a_wrong_call(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        call(**wrong)
+
+
+def test_there_is_no_reference() -> None:
+    with pytest.raises(UnsupportedError, match="no reference"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ranks": 9}, "a group of 9 ranks, of which the kernels support up to 8"),
+        ({"hidden": 2**15 + 128}, "a hidden size of 32896"),
+        ({"spare": -256}, "bytes, needs"),
+    ],
+)
+def test_a_window_that_cannot_be(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        make_window(**wrong)
