@@ -44,6 +44,12 @@ class Settings(BaseModel):
         description="Check device-side values (expert ids, counts) before each call, and after each layer that every "
         "row of the result was written and no uninitialized memory was read. Synchronizes with the GPU, so it is slow.",
     )
+    ep: Literal["engine", "push"] = Field(
+        "engine",
+        description="Under vLLM with expert and data parallelism on one host, how tokens reach the experts of other "
+        "GPUs. `engine`: by vLLM's all-to-all. `push`: our kernels store tokens and sums into the memory of the other "
+        "GPUs, over NVLink. Experimental: it has not run on GPUs yet.",
+    )
     fallback: Literal["allow", "forbid"] = Field(
         "allow",
         description="What to do with a dense layer or experts whose shape the kernels do not support. "

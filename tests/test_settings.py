@@ -59,6 +59,7 @@ def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixt
         "BUNDLE",
         "CACHE_DIR",
         "DEBUG",
+        "EP",
         "FALLBACK",
         "FP4_EXPERTS",
         "INDEXER",

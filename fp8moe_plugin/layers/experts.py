@@ -8,6 +8,8 @@ import torch
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.ops.push import run_push_moe
+from fp8moe_plugin.ops.window import Window
 from fp8moe_plugin.plan.options import options_of
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 
@@ -73,6 +75,20 @@ class Experts:
         out = torch.empty_like(x)
         torch_ops.routed_moe(self._options, topk, renormalize, x, *self.tensors, logits, padding, out)
         return out
+
+    def run_pushed(
+        self,
+        window: Window,
+        owners: torch.Tensor,
+        rows: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the same sum with the experts of all ranks of a group; see `ops.push_moe`."""
+        tensors = x, None, *self.tensors, topk_weights, topk_ids, expert_map, None
+        return run_push_moe(options_of(self.spec), window, owners, rows, tensors)
 
     def run_batched(
         self,

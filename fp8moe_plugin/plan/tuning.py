@@ -87,6 +87,12 @@ DOWN_BLOCKS = {8: 64, 16: 80}
 # Measure again: for GPUs with other numbers of SMs.
 QUANTIZE_FEW_TOKENS = 256
 
+# The most bytes of a rank's window, in which tokens of other ranks arrive under expert parallelism (FP8MOE_EP=push);
+# steps of more tokens use the engine's all-to-all.
+# Measured: not yet. 8 ranks of DeepSeek-V3 have room for 6,000 tokens of each rank.
+# Measure again: when a step of several thousand tokens of each rank is measured with windows.
+EP_WINDOW_BYTES = 2**30
+
 # The number of SMs for which splits of K, and the tiles of dense layers on a machine without a GPU, are planned. It
 # affects only the speed.
 # Measured: the number of an H100 SXM and of an H200.

@@ -26,8 +26,10 @@ from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.biases import bias_parameters
 from fp8moe_plugin.layers.vllm.experts import experts_class, layer_spec
 from fp8moe_plugin.layers.vllm.gather import QuantizedGather, quantized_gather
+from fp8moe_plugin.layers.vllm.input_scales import input_scale
 from fp8moe_plugin.layers.vllm.loading import Arriving, LayerLoading, check_experts_not_moved
 from fp8moe_plugin.layers.vllm.model_state import ModelState
+from fp8moe_plugin.layers.vllm.push import PushedExperts, pushed_experts
 from fp8moe_plugin.layers.vllm.refusals import check_layer
 from fp8moe_plugin.layers.vllm.router import FusedRouter, fused_router
 from fp8moe_plugin.layers.vllm.shared_expert import Mlp, SharedExpert
@@ -62,6 +64,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.experts_cls = experts_class(self.arrival, self.spec)
         self.tokens_stay = False  # on this rank
         self.local_experts: Experts | None = None  # called directly: the modular kernel costs the host more, and copies
+        self.pushed: PushedExperts | None = None  # with an all-to-all of their own
         self.router: FusedRouter | None = None  # replaces vLLM's router
         self.shared_mlp = shared
         self.shared_expert: SharedExpert | None = None  # computed with the experts
@@ -111,7 +114,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         layer.orig_dtype = params_dtype
         layer.weight_block_size = self.weights.weight_block
         for name in ("w13_input_scale", "w2_input_scale"):
-            layer.register_parameter(name, _input_scale(layer, num_experts) if self.input_scales else None)
+            layer.register_parameter(name, input_scale(layer, num_experts) if self.input_scales else None)
         if intermediate_size_per_partition * self.moe.tp_size != self.moe.intermediate_size:
             announce_padding("expert", self.moe.intermediate_size, self.moe.tp_size, "--enable-expert-parallel")
             extra_weight_attrs["weight_loader"] = MethodType(load_experts, layer)
@@ -175,7 +178,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         kernel = self._make_kernel(layer)
         experts = Experts(self.spec, layer._parameters, self.loading.parameters)
-        experts.prepare(self.prefix, self.arrivals, self.warmup)
+        self.pushed = pushed_experts(layer, self.moe, experts, self.loading.model.engine)
+        experts.prepare(self.prefix, [*self.arrivals, *[Arrival.PUSHED] * bool(self.pushed)], self.warmup)
         self.moe_kernel = kernel
         if self.shared_expert and not self.shared_expert.merge(layer, self.spec):
             self.shared_expert = None
@@ -219,6 +223,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.loading.model.check_usable()
         if self.local_experts and not layer.apply_router_weight_on_input:
             return self.local_experts.run(x, topk_weights, topk_ids, layer.expert_map)
+        if self.pushed and self.pushed.fits(len(x)):
+            return self.pushed.run(x, topk_weights, topk_ids, layer.expert_map)
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,
@@ -262,33 +268,6 @@ def load_experts(
 
 
 load_experts.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it
-
-
-def load_input_scale(
-    layer: Any,
-    param: torch.nn.Parameter,
-    loaded_weight: torch.Tensor,
-    weight_name: str,
-    shard_id: str,
-    expert_id: int,
-    return_success: bool = False,
-) -> bool | None:
-    """Load the input scale of w1, w2 or w3 of an expert: it is not used, but vLLM's models load it.
-
-    w1 and w3 share an element. It is loaded only once, because a reload counts the elements that have arrived.
-    """
-    if shard_id == "w3":
-        return compat.local_expert(layer, expert_id) is not None if return_success else None
-    return layer.weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=return_success)
-
-
-load_input_scale.supports_moe_loading = True  # type: ignore[attr-defined]
-
-
-def _input_scale(layer: Any, experts: int) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.ones(experts), requires_grad=False)
-    set_weight_attrs(parameter, {"weight_loader": MethodType(load_input_scale, layer)})
-    return parameter
 
 
 def _parameter(

@@ -1,0 +1,107 @@
+"""Expert parallelism under vLLM with tokens and sums that the ranks store into each other's memory.
+
+It takes the place of vLLM's dispatch and combine in steps whose tokens fit the window; longer steps keep them.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed import get_ep_group
+
+from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.layers.experts import Experts
+from fp8moe_plugin.layers.vllm.gather import most_tokens
+from fp8moe_plugin.layers.window import open_group_window, window_refusal
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops.devices import backend_of
+from fp8moe_plugin.ops.window import Window
+from fp8moe_plugin.plan.keys import SM90
+from fp8moe_plugin.plan.sm90.push import window_layout
+from fp8moe_plugin.plan.tuning import EP_WINDOW_BYTES
+from fp8moe_plugin.settings import settings
+
+
+class PushedExperts:
+    """The experts of a layer on all ranks of a group, for the tokens of this rank."""
+
+    def __init__(self, experts: Experts, window: Window, owners: torch.Tensor) -> None:
+        self._experts, self._window, self._owners = experts, window, owners
+
+    def fits(self, tokens: int) -> bool:
+        """Returns whether the windows have room for this step; the same on all ranks. `tokens`: of this rank."""
+        return most_tokens(tokens) <= self._window.rows
+
+    def run(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the results of this rank's tokens, in a step that fits."""
+        rows = max(most_tokens(len(x)), 1)
+        return self._experts.run_pushed(self._window, self._owners, rows, x, topk_weights, topk_ids, expert_map)
+
+
+def pushed_experts(layer: Any, moe: Any, experts: Experts, engine: Any) -> PushedExperts | None:
+    """Returns the experts with their all-to-all; None, and a line in the log, where vLLM's own has to do it.
+
+    Every rank calls it for each layer, in the same order.
+
+    Args:
+        engine: vLLM's configuration.
+    """
+    if settings().ep != "push":
+        return None
+    if refusal := _refusal(layer, moe, experts, engine):
+        log_once(logging.WARNING, f"FP8MOE_EP=push: vLLM's all-to-all is used, because there is {refusal}")
+        return None
+    shape, expert_map = experts.spec.shape, layer.expert_map
+    window = _window(shape.hidden, shape.topk, expert_map.device, engine)
+    return PushedExperts(experts, window, _owners(expert_map))
+
+
+def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
+    parallel = moe.moe_parallel_config
+    if not parallel.use_ag_rs_all2all_kernels:
+        return "no data parallelism with --enable-expert-parallel and --all2all-backend allgather_reducescatter"
+    if parallel.ep_size != parallel.dp_size * parallel.sp_size:
+        return "a group of which several ranks have the same tokens"
+    if engine.parallel_config.enable_elastic_ep:
+        return "elastic expert parallelism, whose ranks change"
+    if layer.apply_router_weight_on_input:
+        return "a router whose weights multiply the tokens"
+    backend = backend_of(layer.expert_map)
+    if backend is None or backend.target != SM90:
+        return "a device without our CUDA kernels"
+    group = get_ep_group()
+    return window_refusal(group.cpu_group, experts.spec.shape.hidden, layer.expert_map.device)
+
+
+_windows: dict[tuple[str, int, int], Window] = {}  # calls of layers with equal sizes follow each other in the stream
+
+
+def _window(hidden: int, topk: int, device: torch.device, engine: Any) -> Window:
+    """Returns this process's window for layers of these sizes."""
+    group = get_ep_group()
+    at = group.device_group.group_name, hidden, topk
+    if at not in _windows:
+        split = engine.parallel_config.tensor_parallel_size  # ranks that share the tokens of a data-parallel rank
+        most = ceil_div(engine.scheduler_config.max_num_batched_tokens, split)
+        nbytes = window_layout(group.world_size, most, hidden, topk).nbytes
+        rows = min(most, most * EP_WINDOW_BYTES // nbytes)
+        window = open_group_window(group.device_group, group.cpu_group, rows, hidden, topk, device)
+        _windows[at] = window
+        log_once(
+            logging.INFO,
+            f"FP8MOE_EP=push: {group.world_size} ranks store tokens into each other's windows of "
+            f"{window.layout.nbytes / 2**20:.0f} MiB, in steps of up to {rows} tokens a rank. Longer steps use vLLM's "
+            "all-to-all",
+        )
+    return _windows[at]
+
+
+def _owners(expert_map: torch.Tensor) -> torch.Tensor:
+    """Returns int32 `[global experts]`, the rank that has each expert."""
+    group = get_ep_group()
+    maps: list[Any] = [None] * group.world_size
+    dist.all_gather_object(maps, expert_map.cpu() >= 0, group.cpu_group)
+    return torch.stack(maps).int().argmax(0).int().to(expert_map.device)

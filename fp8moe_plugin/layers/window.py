@@ -1,0 +1,85 @@
+"""Windows of the ranks of an expert-parallel group on one host, in torch's symmetric memory. Multicast is not used."""
+
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8moe_plugin.ops.window import Window, open_window
+from fp8moe_plugin.plan.sm90.push import push_refusal, window_layout
+
+logger = logging.getLogger("fp8moe")
+PATIENCE_S = 300  # longer than one rank compiles or loads while the others wait
+CLOCK_HZ = 2e9  # of a multiprocessor at most
+
+
+def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device) -> str | None:
+    """Returns why the ranks of this group cannot store into each other's memory, or None if they can.
+
+    Every rank calls it, and gets the same answer.
+
+    Args:
+        group: of the CPU (gloo).
+    """
+    if refusal := push_refusal(group.size(), hidden):
+        return refusal
+    gpu = torch.cuda.get_device_properties(device)
+    places: list[Any] = [None] * group.size()
+    dist.all_gather_object(places, (socket.gethostname(), str(gpu.uuid)), group)
+    hosts, gpus = zip(*places, strict=True)
+    visible = (torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count()))
+    peers = [i for i, uuid in enumerate(visible) if str(uuid) in gpus and i != device.index]
+    reaches: list[Any] = [None] * group.size()
+    dist.all_gather_object(reaches, all(torch.cuda.can_device_access_peer(device, i) for i in peers), group)
+    if len(set(hosts)) > 1:
+        return "a group whose ranks are on several hosts"
+    if len(set(gpus)) < group.size():
+        return "a GPU that several ranks share"
+    return None if all(reaches) else "a GPU that cannot store into the memory of another one"
+
+
+def open_group_window(
+    group: dist.ProcessGroup,
+    cpu_group: dist.ProcessGroup,
+    rows: int,
+    hidden: int,
+    topk: int,
+    device: torch.device,
+    patience_s: int = PATIENCE_S,
+) -> Window:
+    """Returns this rank's window. Every rank of the group calls it, after `window_refusal` has returned None.
+
+    Args:
+        group, cpu_group: the same ranks by NCCL and by gloo.
+        rows, hidden, topk: see `Window`.
+        patience_s: how long a kernel waits for another rank.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory  # needs a torch with CUDA
+
+    memory = symmetric_memory.empty(
+        window_layout(group.size(), rows, hidden, topk).nbytes, dtype=torch.uint8, device=device
+    )
+    addresses = symmetric_memory.rendezvous(memory, group).buffer_ptrs
+    lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    patience = int(patience_s * CLOCK_HZ)
+    window = open_window(memory, addresses, group.rank(), rows, hidden, topk, lost, patience)
+    torch.cuda.synchronize(device)
+    dist.barrier(cpu_group)
+    threading.Thread(target=_watch, args=(lost, patience_s), name="fp8moe-window", daemon=True).start()
+    return window
+
+
+def _watch(lost: torch.Tensor, patience_s: int) -> None:
+    """Say whom kernels have waited for in vain: what the engine gets to see is a CUDA error without a name."""
+    while not (number := lost.item()):
+        time.sleep(0.1)
+    logger.error(
+        "fp8moe: rank %d of the expert-parallel group has not called a layer for %d s, so this rank's GPU stops with "
+        "an error. Look for the first error in that rank's log. FP8MOE_EP=engine leaves the all-to-all to the engine.",
+        number - 1,
+        patience_s,
+    )

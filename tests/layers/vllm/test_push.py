@@ -1,0 +1,71 @@
+"""Whether a layer under vLLM stores tokens into the windows of other ranks, and in which steps."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.forward_context import DPMetadata
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+from fp8moe_plugin.layers.vllm import gather, push
+from fp8moe_plugin.layers.vllm.push import PushedExperts, pushed_experts
+from tests import helpers as h
+
+pytestmark = pytest.mark.seam
+
+ENGINE = SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=False))
+LAYER = SimpleNamespace(apply_router_weight_on_input=False, expert_map=torch.tensor([0, -1]))
+NO_PARALLEL = FusedMoEParallelConfig.make_no_parallel()
+TWO = dataclasses.replace(NO_PARALLEL, dp_size=2, ep_size=2, use_ep=True, all2all_backend="allgather_reducescatter")
+
+
+@pytest.fixture
+def switched_on():
+    with h.environment("FP8MOE_EP", "push"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes", "why"),
+    [
+        (NO_PARALLEL, {}, "no data parallelism with --enable-expert-parallel"),
+        (dataclasses.replace(TWO, all2all_backend="deepep_low_latency"), {}, "no data parallelism with"),
+        (dataclasses.replace(TWO, ep_size=4), {}, "a group of which several ranks have the same tokens"),
+        (TWO, {"engine": SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=True))}, "elastic expert"),
+        (TWO, {"layer": SimpleNamespace(apply_router_weight_on_input=True)}, "a router whose weights multiply"),
+        (TWO, {}, "a device without our CUDA kernels"),
+    ],
+)
+def test_vllms_all_to_all_is_used_and_the_log_says_why(switched_on, plugin_log, parallel, changes, why):
+    layer, moe = changes.get("layer", LAYER), SimpleNamespace(moe_parallel_config=parallel)
+    assert pushed_experts(layer, moe, SimpleNamespace(), changes.get("engine", ENGINE)) is None
+    assert plugin_log.messages[-1].startswith(
+        f"fp8moe: FP8MOE_EP=push: vLLM's all-to-all is used, because there is {why}"
+    )
+
+
+def test_it_is_off_by_default(plugin_log):
+    assert pushed_experts(LAYER, None, SimpleNamespace(), ENGINE) is None
+    assert not plugin_log.messages
+
+
+@pytest.mark.parametrize(("sizes", "fits"), [([8, 1], True), ([9, 1], False)])
+def test_all_ranks_agree_on_the_steps_that_fit(monkeypatch, sizes, fits):
+    context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(sizes), sizes))
+    monkeypatch.setattr(gather, "get_forward_context", lambda: context)
+    experts = PushedExperts(SimpleNamespace(), SimpleNamespace(rows=8), torch.zeros(0))
+    assert [experts.fits(tokens) for tokens in sizes] == [fits, fits]
+
+
+def test_owners_of_experts_that_are_dealt_out_in_turn(monkeypatch):
+    monkeypatch.setattr(push, "get_ep_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
+
+    def gather_maps(maps, mine, group):
+        maps[:] = [mine, ~mine]
+
+    monkeypatch.setattr(push.dist, "all_gather_object", gather_maps)
+    assert push._owners(torch.tensor([0, -1, 1, -1], dtype=torch.int32)).tolist() == [0, 1, 0, 1]
