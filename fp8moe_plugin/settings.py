@@ -57,9 +57,9 @@ class Settings(BaseModel):
     )
     fp4_experts: Literal["fp8", "mxfp4"] = Field(
         "fp8",
-        description="What experts in MXFP4 (DeepSeek-V4) become while they are loaded. `fp8`: block FP8, exactly, at "
-        "twice the memory. `mxfp4`: they stay in MXFP4, with the same weights: faster in decode, slower in long "
-        "prefills. Experimental: on Hopper GPUs only.",
+        description="What experts in MXFP4 (DeepSeek-V4, gpt-oss) become while they are loaded. `fp8`: block FP8, "
+        "exactly, at twice the memory. `mxfp4`: they stay in MXFP4, with the same weights: faster in decode, slower in "
+        "long prefills. Experimental: on Hopper GPUs only.",
     )
     indexer: bool = Field(
         True,
@@ -93,7 +93,7 @@ class Settings(BaseModel):
     take_fp8: bool = Field(
         False,
         description="Serve each checkpoint that the plugin supports, as if `--quantization fp8moe` was given. What it "
-        "does not support stays with the engine, and one line of the log says why. `0`: only with "
+        "does not support stays with the engine, as does gpt-oss, and one line of the log says why. `0`: only with "
         "`--quantization fp8moe`.",
     )
 
