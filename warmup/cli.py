@@ -202,6 +202,12 @@ def compare(options: Options, report: Report) -> bool:
     return not any(engine.error for engine in report.compare.engines)
 
 
+def empty_cache(options: Options, report: Report) -> bool:
+    from warmup.cache_files import show_or_empty
+
+    return show_or_empty(options, report)
+
+
 def convert(options: Options, report: Report) -> bool:
     from warmup.convert import convert_checkpoint
 
@@ -227,6 +233,7 @@ RUN = {
     "bench": bench,
     "compare": compare,
     "convert": convert,
+    "cache": empty_cache,
 }
 
 

@@ -30,6 +30,7 @@ OF_SGLANG = (
     "tp_size", "pp_size", "dp_size", "enable_dp_attention", "moe_dense_tp_size", "ep_size", "context_length",
     "chunked_prefill_size", "cuda_graph_bs_decode",
 )  # fmt: skip
+OF_MODEL = ("model", "revision", "download_dir", "quantization", "trust_remote_code")
 OF_COMPARE = ("bf16", "text", "sequences", "url", "baseline", "max_kl", "min_speed")
 SIZES = ("tokens", "cudagraph_capture_sizes", "cuda_graph_bs_decode")
 
@@ -57,6 +58,8 @@ class Options:
     baseline: str | None
     max_kl: float | None
     min_speed: float | None
+    clear: bool
+    prune: bool
     kernels: str  # the kernels' target: a Triton target if a GPU is named, else SM90
 
 
@@ -65,7 +68,12 @@ def parse(arguments: list[str] | None) -> Options:
     main, commands = parsers()
     # Options that a command does not have are None.
     unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus", "kernels"))
-    main.set_defaults(**unset, **dict.fromkeys(OF_COMPARE), gpu_memory_utilization=None, kv_cache_dtype=None)
+    main.set_defaults(
+        **unset,
+        **dict.fromkeys((*OF_MODEL, *OF_COMPARE, "clear", "prune")),
+        gpu_memory_utilization=None,
+        kv_cache_dtype=None,
+    )
     given, unknown = main.parse_known_args(with_command(arguments))
     parser = commands[given.command]
     if unknown:
@@ -79,7 +87,7 @@ def parse(arguments: list[str] | None) -> Options:
         command=command,
         model=given.model,
         revision=given.revision,
-        remote_code=given.trust_remote_code,
+        remote_code=bool(given.trust_remote_code),
         download_dir=given.download_dir,
         parallel=parallel,
         max_tokens=max(1, longest // (parallel.dp if parallel.sglang else 1)),
@@ -97,6 +105,8 @@ def parse(arguments: list[str] | None) -> Options:
         baseline=given.baseline,
         max_kl=given.max_kl,
         min_speed=given.min_speed,
+        clear=bool(given.clear),
+        prune=bool(given.prune),
         kernels=TRITON_GPUS.get(given.kernels, SM90),
     )
 

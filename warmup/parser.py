@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "time the layer against vLLM's backends; needs a Hopper GPU and vLLM",
     "compare": "compare a checkpoint with vLLM's own fp8, or two running servers: accuracy and speed, against limits",
     "convert": "convert an unquantized checkpoint to block FP8, with the bytes of quantizing it at load time",
+    "cache": "show the kernel cache, delete what this version does not use (--prune), or all of it (--clear)",
 }
 EXAMPLES = {
     "compile": ["--model deepseek-ai/DeepSeek-V3 --tp 8"],
@@ -40,6 +41,7 @@ EXAMPLES = {
         "compare --url http://canary:8000 --baseline http://stable:8000 --max-kl 0.01 --min-speed 0.95",
     ],
     "convert": ["convert --model /models/Qwen3-30B-A3B --out /models/Qwen3-30B-A3B-fp8"],
+    "cache": ["cache --prune"],
 }
 STATUS = (
     "exit status: 0 success, 1 something failed or is not supported, 2 invalid command line,\n"
@@ -114,9 +116,13 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
         name,
         help=COMMANDS[name],
         description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
-        epilog="\n".join([*(f"  {PROGRAM} {line}" for line in EXAMPLES[name]), HUB, STATUS]),
+        epilog="\n".join([*(f"  {PROGRAM} {line}" for line in EXAMPLES[name]), HUB * (name != "cache"), STATUS]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
+    if name == "cache":
+        _add_cache(parser)
+        return parser
     default = "" if needs_model else " (default: all existing kernels)"
     parser.add_argument("--model", help=f"folder of a checkpoint, or its id on the Hugging Face hub{default}")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
@@ -125,7 +131,6 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     parser.add_argument("--quantization", "-q", choices=[NAME], help=pasted)
     runs = "as in vLLM: run code of the checkpoint" if name == "compare" else f"{pasted}; no code is run"
     parser.add_argument("--trust-remote-code", action="store_true", help=runs)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
     if name not in ("compare", "convert"):
         _add_split(parser)
     if add := ADD.get(name):
@@ -194,6 +199,12 @@ def _add_convert(parser: Parser) -> None:
         "Works in OUT.partial, which is renamed at the end; run again, it continues where it was interrupted."
     )
     parser.add_argument("--out", type=Path, metavar="OUT", help="folder to create; must not exist")
+
+
+def _add_cache(parser: Parser) -> None:
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--prune", action="store_true", help="delete kernels of other versions and compilers")
+    ways.add_argument("--clear", action="store_true", help="delete all kernels")
 
 
 def _add_explain(parser: Parser) -> None:

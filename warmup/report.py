@@ -157,6 +157,17 @@ class ExplainReport(Part):
     choice: ChoiceReport | None = None  # with --gpu
 
 
+class CacheReport(Part):
+    """The kernel cache, after what was deleted."""
+
+    path: str
+    kernels: int
+    bytes: int  # of all files
+    unused_kernels: int  # of other versions or compilers
+    removed_kernels: int
+    removed_bytes: int
+
+
 class BundleReport(Part):
     path: str
     sha256: str
@@ -196,6 +207,7 @@ class Report(Part):
     seconds: float | None = None
     explain: ExplainReport | None = None
     bundle: BundleReport | None = None
+    cache: CacheReport | None = None
     convert: ConvertReport | None = None
     doctor: list[Finding] = []
     diagnosis: Diagnosis | None = None  # the facts behind the doctor's findings

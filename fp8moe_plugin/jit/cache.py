@@ -12,8 +12,9 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,6 +35,8 @@ ADVICE = (
 )
 DANGLING_LINK = "it is a dangling symbolic link"
 CHECKSUM_BYTES = hashlib.sha256().digest_size
+# Entries, locks, temporary files, and what FP8MOE_JIT_DEBUG writes; the group is of an entry's name without its suffix.
+FILE = re.compile(r"(\w+-[0-9a-f]{64})\.(cubin|cu|py|elf|sass|txt)(\.lock|\.[0-9a-f]{16}\.part)?")
 MAX_BYTES = 1 << 24  # per entry; kernels are smaller than 100 KB
 LOCK_PATIENCE_S = 3  # before a warning is logged
 LOCK_TIMEOUT_S = 60  # many times the compile time of the slowest kernel
@@ -109,6 +112,44 @@ def write(name: str, content: bytes) -> None:
     except OSError as error:
         advice = "Delete it." if isinstance(error, IsADirectoryError) else ADVICE  # a folder has the entry's name
         raise CacheError(f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {advice}") from error
+
+
+def stored() -> dict[str, int]:
+    """Returns the sizes of the files that were written to the cache, by name; other files are left out.
+
+    Raises:
+        CacheError: the folder must not be used, or cannot be listed.
+    """
+    path, found = cache_dir(), {}
+    try:
+        with _opened(path) as folder, os.scandir(folder) as entries:
+            for entry in entries:
+                if FILE.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):  # another process was faster
+                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CacheError(f"{shown_text(path)} cannot be read: {error.strerror}. {ADVICE}") from error
+    return found
+
+
+def remove(names: Iterable[str]) -> None:
+    """Delete files of the folder, which other processes may use meanwhile: they compile what they miss.
+
+    Raises:
+        CacheError: the folder must not be used, or a file cannot be deleted.
+    """
+    path = cache_dir()
+    try:
+        with _opened(path) as folder:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+    except OSError as error:
+        raise CacheError(
+            f"{_culprit(path, str(error.filename), error)} cannot be deleted: {error.strerror}."
+        ) from error
 
 
 def _culprit(path: Path, name: str, error: OSError) -> str:
