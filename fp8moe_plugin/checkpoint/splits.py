@@ -139,8 +139,6 @@ def split_refusal(model: Model, parallel: Parallel) -> str | None:
     if parallel.ep > experts.experts or (whole and experts.experts % parallel.ep):
         equally = f" equally, which {engine_name(parallel)} requires" if parallel.ep <= experts.experts else ""
         return f"{parallel.ep} ranks cannot share {experts.experts} experts{equally}"
-    if parallel.sglang and model.gpt_oss:
-        return "gpt-oss is only supported under vLLM"
     if parallel.pp > 1 and model.cache and parallel.pp > model.cache.layers:
         return f"{parallel.pp} stages cannot share {model.cache.layers} layers"
     server, why = place_rank_experts(model, parallel)

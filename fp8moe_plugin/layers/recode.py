@@ -18,6 +18,7 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, ceil_div
+from fp8moe_plugin.layers.parameters import empty_pair
 from fp8moe_plugin.layers.weights import LARGEST_SCALE, check_scale_values
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.fp4_blocks import E2M1, EXPONENTS, LARGEST_EXPONENT, SPAN, Fp4Blocks, bases
@@ -41,6 +42,8 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
         UnsupportedError: the exponents of a block differ by more than `SPAN`.
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
+    if not codes.numel():  # of a rank without channels
+        return empty_pair(FP8_BLOCK, n, k, codes.device)
     blocks = Fp4Blocks.of(codes, exponents)
     check_exponents(name, exponents, blocks)
     if blocks.span > SPAN:

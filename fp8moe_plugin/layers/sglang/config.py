@@ -27,12 +27,12 @@ from fp8moe_plugin.formats.compressed import is_compressed
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4
-from fp8moe_plugin.formats.spec import ONLINE, QuantSpec, parse_quantization, recoded
+from fp8moe_plugin.formats.spec import GPT_OSS_METHODS, ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
 from fp8moe_plugin.layers.fallback import refused_by_both
 from fp8moe_plugin.layers.loading import announce_input_scales
 from fp8moe_plugin.layers.machine import check_machine
-from fp8moe_plugin.layers.sglang import compat
+from fp8moe_plugin.layers.sglang import compat, gpt_oss
 from fp8moe_plugin.layers.sglang.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.sglang.loads import Loads, scale_parameter
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
@@ -81,11 +81,6 @@ class Fp8MoeConfig(Traits, Fp8Config):
                 "SGLang does not pass on hf_quant_config.json. Copy its content to quantization_config of config.json."
             )
         spec = parse_quantization(config)
-        if spec.gpt_oss:
-            raise UnsupportedError(
-                f"--quantization {NAME}: the checkpoint's quant_method is 'mxfp4', as gpt-oss has it, which is only "
-                "supported under vLLM. Remove --quantization to let the engine choose the method."
-            )
         check_platform()
         return spec
 
@@ -116,6 +111,9 @@ class Fp8MoeConfig(Traits, Fp8Config):
             made.of_cache = CompressedTensorsConfig.from_config(deepcopy(config))
             made.kv_cache_quant_algo = getattr(made.of_cache, "kv_cache_quant_algo", None)  # for the cache's dtype
         made.loads = Loads(None if spec.online else spec.scale, scale_parameter(spec.weights))
+        if spec.gpt_oss:
+            made.loads.own_scale = gpt_oss.SCALE
+            made.get_name = lambda: GPT_OSS_METHODS[0]  # type: ignore[method-assign]  # chooses the loader of the model
         return made
 
     @property
@@ -135,6 +133,8 @@ class Fp8MoeConfig(Traits, Fp8Config):
             return super().get_quant_method(layer, prefix)
         linear = isinstance(layer, LinearBase)
         by_pattern = matches_pattern(prefix, self.ignored_layers, PARTS | dict(self.packed_modules_mapping))
+        if linear and self.spec.gpt_oss:
+            return UnquantizedLinearMethod()
         if by_pattern or (self.online and not is_quantized(prefix)):
             if self.online and not linear:
                 announce_unquantized(re.sub(r"\d+", "N", prefix), "SGLang")
@@ -147,13 +147,20 @@ class Fp8MoeConfig(Traits, Fp8Config):
         if linear:
             return Fp8MoeLinearMethod(self, prefix, warmup_command())
         spec = self.expert_spec
+        if spec.gpt_oss:
+            self._check_memory(spec, layer)
+            return gpt_oss.GptOssMethod(self, prefix, warmup_command())
         server, why = place_layer(layer, None if self.online else spec.recoded_from or spec.weights)
         if server is Server.ENGINE:
             return self._engine_experts(layer, prefix, why)
+        self._check_memory(spec, layer)
+        return Fp8MoeMethod(self, prefix, warmup_command())
+
+    def _check_memory(self, spec: QuantSpec, layer: Any) -> None:
+        """Raise `UnsupportedError` if a GPU cannot hold its experts in the form that they get; see `check_layers`."""
         if spec.recoded_from and spec.weights is FP8_BLOCK and is_cuda():
             memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             check_layers(get_server_args(), self.checkpoint.get("hf_config"), layer, memory)
-        return Fp8MoeMethod(self, prefix, warmup_command())
 
     def engine_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Returns the method that SGLang would use for a quantized layer without `--quantization fp8moe`."""

@@ -12,7 +12,7 @@ from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
 from fp8moe_plugin.layers.fallback import Fallback
 from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
-from fp8moe_plugin.layers.parameters import role_of
+from fp8moe_plugin.layers.parameters import is_bias, role_of
 from fp8moe_plugin.layers.recode import Halves
 from fp8moe_plugin.layers.weights import check_scale_values
 
@@ -59,11 +59,11 @@ class Loads:
         if self.serving and is_weight and tensor.device == parameter.device and holds_nan(tensor):
             raise CheckpointError(f"{what} holds NaN, so it is damaged. Pass other weights.")
 
-    def note(self, method: Method, layer: Any, projection: str, role: Role) -> None:
+    def note(self, method: Method, layer: Any, projection: str, *roles: Role) -> None:
         """Note that a tensor is written; see `Arrivals.note`."""
         self.empty = False
         self.changed[method.prefix] = method, layer
-        self.arrivals.note(projection, role)
+        self.arrivals.note(projection, *roles)
 
     def check_layer(self, method: Method, layer: Any) -> None:
         """Check a layer's parameters once its tensors have arrived.
@@ -80,7 +80,7 @@ class Loads:
             for name in method.parameters:
                 parameter = getattr(layer, name)
                 check_loaded(method.prefix, name, parameter)
-                if role_of(parameter) is Role.SCALES:
+                if not is_bias(parameter) and role_of(parameter) is Role.SCALES:
                     check_scale_values(f"the scales {method.prefix}.{name}", parameter)
         except CheckpointError as error:
             self.error = error
@@ -184,7 +184,8 @@ class Loads:
         found = [(name, *of_name[name], tensor) for name, tensor in tensors if name in of_name]
         for name, layer, own, tensor in found:
             parameter = getattr(layer, own)
-            self.check_tensor(name, parameter, tensor)
+            if not is_bias(parameter):
+                self.check_tensor(name, parameter, tensor)
             if tensor.shape != parameter.shape:
                 raise CheckpointError(
                     f"{name} has shape {list(tensor.shape)}, but the parameter has {list(parameter.shape)}. Pass what "
@@ -192,6 +193,8 @@ class Loads:
                 )
         self.written = True
         for name, layer, own, _ in found:
+            if is_bias(getattr(layer, own)):
+                continue
             projection = name.removesuffix(self.own_scale.removeprefix(WEIGHT))
             self.note(layer.quant_method, layer, projection, role_of(getattr(layer, own)))
 

@@ -18,6 +18,7 @@ from sglang.srt.utils import is_cuda, set_weight_attrs
 
 from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
@@ -113,7 +114,18 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         quant = self.quant_config.expert_spec
         _, hidden, _ = quant.weights.weight.channels(layer.w2_weight.shape)
         shape = MoeShape.of_w13(quant.weights, layer.w13_weight.shape, hidden, layer.top_k or 1)
-        return LayerSpec(shape, quant.weights, quant.ue8m0, activation(self.config), batch_invariant=batch_invariant())
+        return LayerSpec(
+            shape,
+            quant.weights,
+            quant.ue8m0,
+            self.activation,
+            bias=quant.gpt_oss,
+            batch_invariant=batch_invariant(),
+        )
+
+    @property
+    def activation(self) -> Activation:
+        return activation(self.config)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Run this rank's experts on the output of SGLang's dispatcher; T, the number of rows, may be 0.

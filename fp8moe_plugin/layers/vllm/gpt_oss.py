@@ -1,30 +1,23 @@
-"""gpt-oss: vLLM's model passes the tensors of all experts of a layer at once, cut for the rank in groups of a scale.
-
-Gate and up rows alternate in them. They are loaded expert by expert, by the loaders of experts in MXFP4. The hidden
-size is padded to whole scale blocks; vLLM's runner pads the tokens.
-"""
+"""gpt-oss under vLLM, whose runner pads the tokens to whole scale blocks; see `layers/gpt_oss.py`."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 
-from fp8moe_plugin.checkpoint.gpt_oss import rank_channels
-from fp8moe_plugin.checkpoint.shapes import local_intermediate, padded_hidden
+from fp8moe_plugin.checkpoint.shapes import padded_hidden
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.pack import Share
+from fp8moe_plugin.layers.gpt_oss import copy_part, share_of, split
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.loading import Arriving
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
 from fp8moe_plugin.layers.vllm.recode import RecodedMoeMethod
-
-SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}  # by the parameter's name; their rows alternate
 
 
 class GptOssMethod(Fp8MoeMethod):
@@ -32,9 +25,7 @@ class GptOssMethod(Fp8MoeMethod):
 
     @staticmethod
     def arriving(moe: Any) -> Arriving:
-        width = rank_channels(moe.intermediate_size, moe.tp_size, moe.tp_rank)
-        whole = local_intermediate(moe.intermediate_size, moe.tp_size)
-        return Arriving(moe.hidden_dim_unpadded, width, Share(whole, 1, 0))
+        return Arriving(moe.hidden_dim_unpadded, *share_of(moe.intermediate_size, moe.tp_size, moe.tp_rank))
 
     def maybe_roundup_sizes(self, hidden_size: int, *rest: Any) -> tuple[int, int]:
         return super().maybe_roundup_sizes(padded_hidden(hidden_size), *rest)
@@ -70,15 +61,10 @@ def load_part(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """Load this rank's part of w1, w2 or w3 of an expert, in block FP8, zero-padded to the parameter's size."""
+    """Load this rank's part of w1, w2 or w3 of an expert, in block FP8."""
     local = compat.local_expert(layer, expert_id)
     if local is not None:
-        own = param.data[local]
-        own = own if shard_id == "w2" else own.chunk(2)[shard_id == "w3"]
-        missing = (size - given for size, given in zip(own.shape[::-1], loaded_weight.shape[::-1], strict=True))
-        padding = [side for size in missing for side in (0, size)]
-        values = loaded_weight.view(torch.uint8) if loaded_weight.element_size() == 1 else loaded_weight
-        own.copy_(torch.nn.functional.pad(values, padding).view(loaded_weight.dtype))
+        copy_part(param.data[local], shard_id, loaded_weight)
     return local is not None if return_success else None
 
 
@@ -91,7 +77,6 @@ def _of_all_experts(load: Callable[..., bool | None], name: str) -> Callable[...
     Newer versions of vLLM can also load the experts of gpt-oss one by one, under names that OpenAI's checkpoints do not
     have.
     """
-    shards = SHARDS[name.partition("_")[0]]
 
     @functools.wraps(load)
     def load_all(
@@ -103,34 +88,16 @@ def _of_all_experts(load: Callable[..., bool | None], name: str) -> Callable[...
         expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
-        loading = layer.fp8moe_loading
-        with loading.errors_fail_model():
-            _check_experts(weight_name, loaded_weight, layer.moe_config, len(shards), shard_id)
-        first = layer.moe_config.ep_rank * len(loaded_weight)
-        for expert, shard, tensor in _parts(loaded_weight, shards):
-            load(layer, param, tensor, weight_name, shard, first + expert)
+        moe = layer.moe_config
+        with layer.fp8moe_loading.errors_fail_model():
+            if shard_id is not None:
+                raise CheckpointError(
+                    f"{weight_name}: the tensors of gpt-oss's experts arrive one by one, but only those of all experts "
+                    "of a layer, as in OpenAI's checkpoints, are supported. Load such a checkpoint."
+                )
+            parts = split(weight_name, name, loaded_weight, moe.num_experts // moe.ep_size)
+        for expert, shard, tensor in parts:
+            load(layer, param, tensor, weight_name, shard, moe.ep_rank * len(loaded_weight) + expert)
         return True if return_success else None
 
     return load_all
-
-
-def _parts(tensor: torch.Tensor, shards: tuple[str, ...]) -> Iterator[tuple[int, str, torch.Tensor]]:
-    for expert, of_expert in enumerate(tensor):
-        for row, shard in enumerate(shards):
-            yield expert, shard, of_expert[row :: len(shards)]
-
-
-def _check_experts(name: str, tensor: torch.Tensor, moe: Any, alternating: int, shard_id: str | None) -> None:
-    """Raise `CheckpointError` for a tensor that does not hold all experts of the rank; `load` checks each of them."""
-    if shard_id is not None:
-        raise CheckpointError(
-            f"{name}: the tensors of gpt-oss's experts arrive one by one, but only those of all experts of a layer, as "
-            "in OpenAI's checkpoints, are supported. Load such a checkpoint."
-        )
-    experts = moe.num_experts // moe.ep_size
-    if tensor.dim() < 2 or len(tensor) != experts or tensor.shape[1] % alternating:
-        raise CheckpointError(
-            f"{name} has shape {list(tensor.shape)}, but must be that of {experts} experts"
-            f"{' with alternating gate and up rows' if alternating > 1 else ''}. Check that config.json belongs to the "
-            "weights."
-        )

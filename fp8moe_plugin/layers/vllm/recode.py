@@ -87,10 +87,7 @@ def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callab
 
 
 def _recoded(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Re-encode a projection.
-
-    On the meta device, where vLLM counts the tensors of a reload, and of a rank without channels, return empty tensors.
-    """
-    if codes.numel() and not codes.is_meta:
+    """Re-encode a projection. On the meta device, where vLLM counts the tensors of a reload, return empty tensors."""
+    if not codes.is_meta:
         return block_fp8(name, codes, exponents)
     return empty_pair(FP8_BLOCK, codes.shape[0], 2 * codes.shape[1], codes.device)

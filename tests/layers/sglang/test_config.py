@@ -114,6 +114,14 @@ def test_other_checkpoints_are_refused(options, change, message):
         Entry.from_config(CHECKPOINT | change)
 
 
+def test_only_experts_of_gpt_oss_are_quantized(options):
+    """By the name, SGLang's model chooses the loader of its tensors."""
+    config = Entry.from_config({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+    assert config.get_name() == "mxfp4"
+    method = config.get_quant_method(ReplicatedLinear(128, 128), "model.layers.0.self_attn.qkv_proj")
+    assert type(method) is UnquantizedLinearMethod
+
+
 @pytest.mark.parametrize("scheme", [CACHE, CACHE | {"num_bits": 4}, CACHE | {"strategy": "attn_head"}])
 def test_the_scheme_of_the_cache_is_left_to_the_engine(options, scheme):
     checkpoint = QUANTIZATION | {"kv_cache_scheme": scheme, "sparsity_config": {}}

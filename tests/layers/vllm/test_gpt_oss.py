@@ -1,6 +1,5 @@
 """gpt-oss's experts, passed as vLLM's model passes them: of all experts at once, cut in groups of a scale."""
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,26 +13,29 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import layerwise
 
-from fp8moe_plugin.checkpoint.gpt_oss import ACTIVATION
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
-from fp8moe_plugin.ops.reference import dequantize_blocks
 from tests import helpers as h
-from tests.engine.tiny_gpt_oss import values
 from tests.helpers import environment
-from tests.layers.conformance import activated
 from tests.layers.experts import EXPERTS, TOPK
-from tests.layers.packed import weights_of
+from tests.layers.gpt_oss import (
+    CHECKPOINT,
+    HIDDEN,
+    INTERMEDIATE,
+    OTHER,
+    PADDED,
+    Tensors,
+    assert_holds,
+    experts_in_float64,
+    part_of,
+)
 from tests.layers.vllm.one_rank import PACKED, RECODED, Layer, default_config
 
-HIDDEN, PADDED, INTERMEDIATE = 96, 128, 160  # of four ranks, two hold 64 channels each, then 32 and none
-NAMES = "w13", "w2"
 MOE = {"hidden_dim": HIDDEN, "has_bias": True, "activation": MoEActivation.SWIGLUOAI}
 FORMS = {"mxfp4": replace(PACKED, gpt_oss=True), "fp8": replace(RECODED, gpt_oss=True)}
 QUANTIZATION = {"quant_method": "gpt_oss_mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 pytestmark = pytest.mark.seam
-Tensors = dict[str, torch.Tensor]
 
 
 class Rank(Layer):
@@ -55,62 +57,8 @@ class Rank(Layer):
         return self
 
 
-def make_experts(seed: int = 0) -> Tensors:
-    """The tensors of three experts, by the names of vLLM's parameters."""
-    gen = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, (n, k) in zip(NAMES, ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)), strict=True):
-        found[f"{name}_bias"] = torch.randn(EXPERTS, n, generator=gen).bfloat16()
-        found[f"{name}_weight"] = torch.randint(256, (EXPERTS, n, k // 2), generator=gen, dtype=torch.uint8)
-        found[f"{name}_weight_scale"] = torch.randint(116, 121, (EXPERTS, n, k // 32), generator=gen, dtype=torch.uint8)
-    return found
-
-
-CHECKPOINT, OTHER = make_experts(), make_experts(1)
-
-
-def part_of(tensors: Tensors, ranks: int, rank: int) -> Tensors:
-    """What vLLM's model passes to a rank."""
-    groups = math.ceil(INTERMEDIATE / 32 / ranks)
-    start, end = (min(INTERMEDIATE, 32 * groups * at) for at in (rank, rank + 1))
-    found = {name: t[:, 2 * start : 2 * end] for name, t in tensors.items() if name.startswith("w13")}
-    found["w2_bias"] = tensors["w2_bias"] if rank == 0 else torch.zeros_like(tensors["w2_bias"])
-    for name, unit in (("w2_weight", 2), ("w2_weight_scale", 32)):
-        found[name] = tensors[name][..., start // unit : end // unit]
-    return found
-
-
 def loaded(form: str, ranks: int, tensors: Tensors) -> list[Rank]:
     return [Rank(form, ranks, rank).pass_all(part_of(tensors, ranks, rank)) for rank in range(ranks)]
-
-
-def wanted_of(tensors: Tensors, expert: int) -> dict[str, torch.Tensor]:
-    """The exact weights and biases of an expert."""
-    pairs = ([tensors[f"{name}_{kind}"][expert] for kind in ("weight", "weight_scale")] for name in NAMES)
-    w13, w2 = (values(*pair) for pair in pairs)
-    b13, b2 = (tensors[f"{name}_bias"][expert].float() for name in NAMES)
-    return {"w1": w13[::2], "w3": w13[1::2], "w2": w2, "w1_bias": b13[::2], "w3_bias": b13[1::2], "w2_bias": b2}
-
-
-def held_by(layer: Rank, expert: int) -> dict[str, torch.Tensor]:
-    found = {"w2_bias": layer.w2_bias[expert]}
-    found["w1_bias"], found["w3_bias"] = layer.w13_bias[expert].chunk(2)
-    if layer.w13_weight.dtype == torch.uint8:
-        return found | weights_of(layer, expert)
-    pairs = ([getattr(layer, f"{name}_{kind}")[expert] for kind in ("weight", "weight_scale")] for name in NAMES)
-    w13, found["w2"] = (dequantize_blocks(*pair) for pair in pairs)
-    found["w1"], found["w3"] = w13.chunk(2)
-    return found
-
-
-def assert_holds(layer: Rank, tensors: Tensors) -> None:
-    """Exactly the part of the checkpoint, then zeros."""
-    for expert in range(EXPERTS):
-        found = held_by(layer, expert)
-        for name, wanted in wanted_of(tensors, expert).items():
-            sizes = zip(found[name].shape[::-1], wanted.shape[::-1], strict=True)
-            padding = [side for size, given in sizes for side in (0, size - given)]
-            assert torch.equal(found[name].float(), torch.nn.functional.pad(wanted, padding)), name
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -129,16 +77,6 @@ def test_exponents_may_arrive_first(form):
 def test_ranks_hold_whole_experts(form):
     layer = Rank(form, first=EXPERTS, ep_size=2, ep_rank=1, use_ep=True).pass_all(CHECKPOINT)
     assert_holds(layer, CHECKPOINT)
-
-
-def experts_in_float64(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
-    for expert in range(EXPERTS):
-        w = {name: tensor.double() for name, tensor in wanted_of(CHECKPOINT, expert).items()}
-        inner = activated(x.double() @ w["w1"].T + w["w1_bias"], x.double() @ w["w3"].T + w["w3_bias"], ACTIVATION)
-        share = (weights.double() * (ids == expert)).sum(1, keepdim=True)
-        total += share * (inner @ w["w2"].T + w["w2_bias"])
-    return total
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
