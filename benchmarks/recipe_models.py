@@ -19,7 +19,6 @@ class Recipe(NamedTuple):
     family: str  # in docs/compatibility.md
     about: str
     measured: tuple[Measured, ...] = ()
-    sglang: bool = True  # the plugin serves it under SGLang
 
 
 H100_LAYER = "the experts of one layer, all on one H100"
@@ -75,6 +74,6 @@ RECIPES = (
     ),
     Recipe(
         "gpt-oss", "gpt-oss-120b", "gpt-oss-120b", "openai/gpt-oss-120b", "gpt-oss-120b, gpt-oss-20b",
-        "The plugin serves the experts, re-encoded to block FP8 or in MXFP4; the rest is BF16.", sglang=False,
+        "The plugin serves the experts, re-encoded to block FP8 or in MXFP4; the rest is BF16.",
     ),
 )  # fmt: skip

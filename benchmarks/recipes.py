@@ -106,12 +106,7 @@ def page(recipe: Recipe) -> str:
         wrapped(ABOUT),
         "\n".join(wrapped(f"- {note}", "  ") for note in notes(recipe, found)),
         "## Serve",
-        "" if recipe.sglang else "With vLLM; the plugin refuses it under SGLang.",
-        *(
-            part
-            for split in {choice.split.options: choice.split for choice in found}.values()
-            for part in serve(recipe, split)
-        ),
+        *(part for split in {choice.split.options: choice.split for choice in found}.values() for part in serve(split)),
         "## What was measured",
         *measured(recipe),
     ]
@@ -156,11 +151,10 @@ def notes(recipe: Recipe, found: tuple[Choice, ...]) -> list[str]:
     return report(recipe, first.gpu, first.split.gpus).notes
 
 
-def serve(recipe: Recipe, split: SplitReport) -> Iterator[str]:
+def serve(split: SplitReport) -> Iterator[str]:
     yield wrapped(f"`{split.options}`: {why(parallel(split))}")
     yield command(split.vllm) if split.vllm else "vLLM has no such split."
-    if recipe.sglang:
-        yield command(split.sglang) if split.sglang else "SGLang has no such split."
+    yield command(split.sglang) if split.sglang else "SGLang has no such split."
     if split.gpus > NODE:
         yield wrapped("Run it on each node, RANK counts from 0; all of vLLM's but the first also need `--headless`.")
 

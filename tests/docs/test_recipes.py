@@ -31,7 +31,7 @@ def test_a_page_has_the_commands_of_each_split(recipe: Recipe, written: dict[str
     for choice in recipes.choices(recipe):
         assert choice.split.fits
         assert f"    {choice.split.vllm}\n" in commands
-        assert (f"    {choice.split.sglang}\n" in commands) == recipe.sglang
+        assert f"    {choice.split.sglang}\n" in commands
     rows = {choice.gpu for choice in recipes.choices(recipe)}
     assert all(GPUS[gpu].name in written[f"{recipe.page}.md"] for gpu in recipes.PEAKS)
     assert rows
