@@ -23,6 +23,7 @@ from fp8moe_plugin.ops.push import push_moe
 from fp8moe_plugin.ops.window import Window
 
 COLUMNS = ("layer", "nccl", "nccl_comm", "nccl_fp8", "nccl_fp8_comm", "push")
+PATIENCE_S = 20  # that a kernel waits for another rank
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -113,7 +114,7 @@ class Layer:
         if refusal := window_refusal(group.cpu, experts.hidden, group.device):
             raise UnsupportedError(f"push needs GPUs that reach each other's memory. There is {refusal}.")
         sizes = self._most_rows, experts.hidden, experts.topk
-        return open_group_window(dist.group.WORLD, group.cpu, *sizes, group.device)
+        return open_group_window(dist.group.WORLD, group.cpu, *sizes, group.device, PATIENCE_S)
 
     def random_batch(self, tokens: int, seed: int) -> Batch:
         group = self.group
