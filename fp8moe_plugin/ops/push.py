@@ -18,7 +18,7 @@ from fp8moe_plugin.ops.expert_checks import LayerFacts, called_options, check_la
 from fp8moe_plugin.ops.option_checks import check_int
 from fp8moe_plugin.ops.window import Window
 from fp8moe_plugin.plan.options import LayerOptions
-from fp8moe_plugin.plan.sm90.push import PushStep, WindowLayout, plan_push
+from fp8moe_plugin.plan.sm90.push import PushStep, WindowLayout, largest_share, plan_push
 from fp8moe_plugin.settings import batch_invariant
 
 
@@ -53,6 +53,7 @@ def push_moe(
         owners: int32 `[global experts]`, the rank that has each expert; on every rank the same.
         rows: most tokens of a rank in this step, at most `window.rows`; on every rank the same.
         expert_map: int32 `[global experts]`, the local expert or -1: an expert is on the rank that `owners` names.
+            No rank has more than its share of the experts, rounded up.
         hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, w13_bias, w2_bias, weights, activation,
         ue8m0, routed_scale, out: as for `fused_moe`, of this rank. H and k are the window's.
     Returns:
@@ -90,11 +91,16 @@ def run_push_moe(
 
 
 def _check_group(facts: LayerFacts, window: Window, owners: torch.Tensor, rows: int) -> None:
-    topk, hidden, _, _, experts = facts.spec.shape
+    topk, hidden, _, local, experts = facts.spec.shape
     check_tensor("owners", owners, dtype=torch.int32, shape=(experts,), device=window.memory.device)
     check_int("rows", rows)
     if not facts.mapped:
         raise InvalidInputError("expert_map is None. Pass the local expert of each id, or -1.")
+    if local > (most := largest_share(experts, window.ranks)):
+        raise InvalidInputError(
+            f"This rank has {local} of {experts} experts, may have {most}: the {window.ranks} ranks need equal shares, "
+            "up to one expert."
+        )
     if (hidden, topk) != (window.hidden, window.topk):
         raise InvalidInputError(
             f"The window is for {window.hidden} channels and {window.topk} experts per token, the call has {hidden} "

@@ -18,12 +18,15 @@ def make_window(hidden: int = HIDDEN, ranks: int = 2, spare: int = 0) -> Window:
     return open_window(memory, [memory.data_ptr()] * ranks, 0, ROWS, hidden, TOPK, torch.zeros(1).int(), 1)
 
 
-def call(rows: int = ROWS, tokens: int = 2, window: Window | None = None, owners: int = EXPERTS) -> torch.Tensor:
+def call(
+    rows: int = ROWS, tokens: int = 2, window: Window | None = None, owners: int = EXPERTS, local: int = EXPERTS // 2
+) -> torch.Tensor:
     gen = h.seeded(0, CPU)
-    layer, x = h.random_layer(gen, EXPERTS, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
+    layer, x = h.random_layer(gen, local, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
     weights, ids = h.random_routing(gen, "distinct", tokens, TOPK, EXPERTS)
     of_experts = torch.zeros(owners, dtype=torch.int32)
     expert_map = torch.arange(EXPERTS, dtype=torch.int32)
+    expert_map[local:] = -1
     return push_moe(window or make_window(), of_experts, rows, x, *layer, weights, ids, expert_map)
 
 
@@ -34,6 +37,7 @@ def call(rows: int = ROWS, tokens: int = 2, window: Window | None = None, owners
         ({"rows": 4}, "rows is 4"),
         ({"rows": 2.0}, "rows"),
         ({"owners": 3}, "owners"),
+        ({"local": 3}, "This rank has 3 of 4 experts, may have 2: the 2 ranks need equal shares"),
         ({"window": make_window(384)}, "The window is for 384 channels and 2 experts per token, the call has 256"),
     ],
 )

@@ -64,6 +64,11 @@ def push_refusal(ranks: int, hidden: int) -> str | None:
     return None
 
 
+def largest_share(experts: int, ranks: int) -> int:
+    """Returns the most experts that a rank may have: the shares of two ranks differ by at most one expert."""
+    return ceil_div(experts, ranks)
+
+
 class PushScratch(NamedTuple):
     """Scratch memory of a step: that of the layer, and its result in a small batch."""
 
@@ -93,10 +98,11 @@ class PushStep:
 def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int) -> PushStep:
     """Returns the plan of a step of up to `rows` tokens on each of the ranks, at least 1."""
     tokens, hidden, push_sums = ranks * rows, spec.shape.hidden, push_sums_key()
-    layer = plan_layer(spec, tokens, multiprocessors)
-    small = isinstance(layer, SmallBatchStep)  # its kernels quantize tokens, and sum up each token's experts
-    if not small:
-        layer = plan_layer(spec._replace(quantized=True), tokens, multiprocessors)
+    # Ranks store tokens in one format, though some may have an expert less: the rank with most experts decides.
+    share = spec.shape._replace(local_experts=largest_share(spec.shape.global_experts, ranks))
+    of_share = plan_layer(spec._replace(shape=share), tokens, multiprocessors)
+    small = isinstance(of_share, SmallBatchStep)  # its kernels quantize tokens, and sum up each token's experts
+    layer = plan_layer(spec._replace(quantized=not small), tokens, multiprocessors)
     return PushStep(
         spec=spec,
         ranks=ranks,
