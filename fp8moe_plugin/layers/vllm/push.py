@@ -67,6 +67,8 @@ def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
         return "a group of which several ranks have the same tokens"
     if engine.parallel_config.enable_elastic_ep:
         return "elastic expert parallelism, whose ranks change"
+    if engine.model_config.enable_sleep_mode:
+        return "sleep mode, which discards the table of the experts' ranks and cannot free the windows"
     if layer.apply_router_weight_on_input:
         return "a router whose weights multiply the tokens"
     backend = backend_of(layer.expert_map)

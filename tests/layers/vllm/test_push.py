@@ -17,7 +17,13 @@ from tests import helpers as h
 
 pytestmark = pytest.mark.seam
 
-ENGINE = SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=False))
+
+def engine(elastic: bool = False, sleeps: bool = False) -> SimpleNamespace:
+    parallel, model = SimpleNamespace(enable_elastic_ep=elastic), SimpleNamespace(enable_sleep_mode=sleeps)
+    return SimpleNamespace(parallel_config=parallel, model_config=model)
+
+
+ENGINE = engine()
 LAYER = SimpleNamespace(apply_router_weight_on_input=False, expert_map=torch.tensor([0, -1]))
 NO_PARALLEL = FusedMoEParallelConfig.make_no_parallel()
 TWO = dataclasses.replace(NO_PARALLEL, dp_size=2, ep_size=2, use_ep=True, all2all_backend="allgather_reducescatter")
@@ -35,7 +41,8 @@ def switched_on():
         (NO_PARALLEL, {}, "no data parallelism with --enable-expert-parallel"),
         (dataclasses.replace(TWO, all2all_backend="deepep_low_latency"), {}, "no data parallelism with"),
         (dataclasses.replace(TWO, ep_size=4), {}, "a group of which several ranks have the same tokens"),
-        (TWO, {"engine": SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=True))}, "elastic expert"),
+        (TWO, {"engine": engine(elastic=True)}, "elastic expert"),
+        (TWO, {"engine": engine(sleeps=True)}, "sleep mode"),
         (TWO, {"layer": SimpleNamespace(apply_router_weight_on_input=True)}, "a router whose weights multiply"),
         (TWO, {}, "a device without our CUDA kernels"),
     ],
