@@ -282,10 +282,11 @@ def floor_us(experts: Experts, tokens: int, busy: float) -> float:
 
 
 def make_ours(experts: Experts, weights: ExpertWeights, tokens: int, spec: LayerSpec | None = None) -> Layer:
-    """Returns our layer. Without a spec, it computes SiLU, with float32 scales of activations."""
+    """Returns our layer, without biases. Without a spec, it computes SiLU, with float32 scales of activations."""
     names = ("w13", "w13_scale", "w2", "w2_scale")
     tensors = dict(zip(names, (*weights.w13, *weights.w2), strict=True))
-    return layers.Experts(spec or LayerSpec(MoeShape.of(experts, experts.experts)), tensors, names).run
+    spec = spec or LayerSpec(MoeShape.of(experts, experts.experts))
+    return layers.Experts(spec._replace(bias=False), tensors, names).run
 
 
 def _driver_version() -> str:

@@ -157,6 +157,12 @@ def test_the_float32_layer_agrees_with_the_backend_it_judges(weights):
     assert 0.01 < h.relative_l2(ops.fused_moe(case.hidden_states, *layer, *case.routings[0]), case.expected) < 0.06
 
 
+def test_a_layer_of_gpt_oss_is_timed_without_biases(weights):
+    case = bench.make_case(TINY, weights, 16, activation=OAI)
+    spec = LayerSpec(MoeShape.of(TINY, TINY.experts), activation=OAI, bias=True)
+    assert bench.relative_l2(bench.make_ours(TINY, weights, 16, spec), case) < 0.06
+
+
 @pytest.mark.parametrize("activation", [CLAMPED, OAI, STEP], ids=str)
 def test_the_float32_layer_computes_an_activation(weights, activation):
     x, routing = 20 * torch.randn(8, TINY.hidden), bench.random_routing(torch.Generator(), 8, TINY)
