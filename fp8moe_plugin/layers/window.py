@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def open_group_window(
     memory = symmetric_memory.empty(
         window_layout(group.size(), rows, hidden, topk).nbytes, dtype=torch.uint8, device=device
     )
-    addresses = symmetric_memory.rendezvous(memory, group).buffer_ptrs
+    shared = symmetric_memory.rendezvous(memory, group).buffer_ptrs
+    addresses = window_addresses(memory, shared, group.rank(), cpu_group)
     lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     patience = int(patience_s * CLOCK_HZ)
     window = open_window(memory, addresses, group.rank(), rows, hidden, topk, lost, patience)
@@ -71,6 +73,18 @@ def open_group_window(
     dist.barrier(cpu_group)
     threading.Thread(target=_watch, args=(lost, patience_s), name="fp8moe-window", daemon=True).start()
     return window
+
+
+def window_addresses(memory: torch.Tensor, shared: Sequence[int], rank: int, cpu_group: dist.ProcessGroup) -> list[int]:
+    """Returns the address of each rank's window, as this rank sees it.
+
+    Args:
+        memory: this rank's.
+        shared: addresses of the allocations that have the windows: torch may cut several tensors from one.
+    """
+    offsets: list[Any] = [None] * len(shared)
+    dist.all_gather_object(offsets, memory.data_ptr() - shared[rank], cpu_group)
+    return [base + offset for base, offset in zip(shared, offsets, strict=True)]
 
 
 def _watch(lost: torch.Tensor, patience_s: int) -> None:
