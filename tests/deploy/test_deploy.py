@@ -11,6 +11,10 @@ import promql_parser
 import pytest
 import yaml
 
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.layers.fallback import BACKEND as ENGINE
+from fp8moe_plugin.layers.metrics import REGISTRY
+from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.settings import Settings, variable
 from warmup.options import parse
 
@@ -69,6 +73,28 @@ def test_an_expression_parses_and_asks_for_metrics_that_exist(expression: str) -
 
 def test_each_metric_is_shown() -> None:
     assert set(re.findall(r"\bfp8moe_\w+", " ".join(expressions()))) == METRICS
+
+
+def test_the_documented_metrics_are_exported() -> None:
+    families = {f"{family.name}_total" if family.type == "counter" else family.name for family in REGISTRY.collect()}
+    assert families == METRICS
+
+
+def test_each_panel_shows_the_chosen_model_and_pods() -> None:
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    assert [one["name"] for one in dashboard["templating"]["list"]] == ["datasource", "namespace", "model", "pod"]
+    for expression in (target["expr"] for panel in dashboard["panels"] for target in panel["targets"]):
+        wanted = {"$namespace", "$pod"} | ({"$model"} if "vllm:" in expression else set())
+        assert set(re.findall(r"\$\w+", expression)) == wanted, expression
+
+
+def test_alerts_name_the_pod_and_the_labels_that_metrics_have() -> None:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]:
+        assert "{{ $labels.namespace }}/{{ $labels.pod }} " in rule["annotations"]["summary"]
+        assert re.search(r"\b(by|on) \(namespace, pod\b", rule["expr"])
+    backends = set(re.findall(r'backend(?:=|!=|!~)"([^"]+)"', " ".join(rule["expr"] for rule in group["rules"])))
+    assert backends == {ENGINE, f"{BACKENDS[SM90].name}|{ENGINE}"}
 
 
 def test_settings_and_warm_up_commands_exist() -> None:
