@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
@@ -21,6 +23,7 @@ from warmup.options import parse
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "docs" / "operation.md").read_text(), re.MULTILINE))
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,7 @@ METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "docs" / "operation.md").
         ["hadolint", "--failure-threshold", "warning", "Dockerfile"],
         ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"],
         ["kubernetes-validate", "--strict", "kubernetes.yaml"],
+        ["kubernetes-validate", "--strict", "leaderworkerset.yaml"],
         ["bash", "-n", "two-nodes.sh"],
         ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", "../.github/workflows/ci.yml"],
         ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", "../.github/workflows/release.yml"],
@@ -97,27 +101,82 @@ def test_alerts_name_the_pod_and_the_labels_that_metrics_have() -> None:
     assert backends == {ENGINE, f"{BACKENDS[SM90].name}|{ENGINE}"}
 
 
+def pod_specs() -> dict[str, dict[str, Any]]:
+    """Returns the specs of all pods, by a name."""
+    kinds = {}
+    for name in ("kubernetes.yaml", "leaderworkerset.yaml"):
+        kinds |= {one["kind"]: one["spec"] for one in yaml.safe_load_all((DEPLOY / name).read_text())}
+    group = kinds["LeaderWorkerSet"]["leaderWorkerTemplate"]
+    return {
+        "deployment": kinds["Deployment"]["template"]["spec"],
+        "leader": group["leaderTemplate"]["spec"],
+        "worker": group["workerTemplate"]["spec"],
+    }
+
+
+@pytest.mark.parametrize("spec", pod_specs().values(), ids=pod_specs())
+def test_a_pod_is_restricted_and_has_time_to_end(spec: dict[str, Any]) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    (container,) = spec["containers"]
+    user = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
+    context = spec["securityContext"]
+    assert user == [(str(context["runAsUser"]), str(context["runAsGroup"]))]
+    assert context["runAsNonRoot"]
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {one["name"] for one in spec["volumes"]} == {one["name"] for one in container["volumeMounts"]}
+    arguments = " ".join(container["args"]).replace("=", " ")
+    drain = re.search(r"--shutdown-timeout (\d+)", arguments)
+    needed = container["lifecycle"]["preStop"]["sleep"]["seconds"] + (int(drain[1]) if drain else 0)
+    assert needed + 30 <= spec["terminationGracePeriodSeconds"]
+
+
+def test_both_nodes_of_a_group_run_the_command_of_the_script() -> None:
+    specs = pod_specs()
+    leader, worker = ([*specs[name]["containers"][0]["args"]] for name in ("leader", "worker"))
+    assert [*leader[:-1], "--headless"] == worker
+    options = set(re.findall(r"--[a-z-]+", (DEPLOY / "two-nodes.sh").read_text().partition("set -euo")[2]))
+    assert {option.partition("=")[0] for option in worker} >= options
+
+
+def test_a_rollout_waits_for_the_slowest_start() -> None:
+    (deployment,) = [
+        one["spec"]
+        for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        if one["kind"] == "Deployment"
+    ]
+    (container,) = deployment["template"]["spec"]["containers"]
+    start = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
+    assert start + deployment["minReadySeconds"] < deployment["progressDeadlineSeconds"]
+
+
 def test_settings_and_warm_up_commands_exist() -> None:
     files = " ".join(path.read_text() for path in DEPLOY.iterdir())
     assert set(re.findall(r"\bFP8MOE_\w+", files)) <= {variable(field) for field in Settings.model_fields}
-    (pod,) = [
-        one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if one["kind"] == "Deployment"
-    ]
-    program, *arguments = pod["spec"]["template"]["spec"]["initContainers"][0]["command"]
-    assert program == "fp8moe-warmup"
-    assert parse(arguments).command == "verify"
+    *_, last = [line for line in DOCKERFILE.splitlines() if not line.startswith("#")]
+    assert last == "RUN fp8moe-warmup verify"
+    assert parse(last.split()[2:]).command == "verify"
 
 
-def test_the_image_compiles_with_the_compiler_that_was_measured() -> None:
+def test_the_image_has_what_its_wheel_is_built_from() -> None:
     """`requirements/cpu.txt` has the NVRTC of the machines that measure."""
-    docker = (DEPLOY / "Dockerfile").read_text()
     (version,) = re.findall(r"^nvidia-cuda-nvrtc==(\S+)$", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)
-    assert f"\nARG NVRTC={version}\n" in docker
-    (install,) = re.findall(r"FROM \S+ AS kernels\n.*?(RUN pip install .*?)\n", docker, re.DOTALL)
-    assert '"nvidia-cuda-nvrtc==$NVRTC"' in install
+    assert f"\nARG NVRTC={version}\n" in DOCKERFILE
+    assert '"nvidia-cuda-nvrtc==$NVRTC"' in DOCKERFILE
+    context = re.findall(r"^!(.+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    assert [name for name in context if not (ROOT / name).exists()] == []
+    assert set(re.findall(r"\.ci/\w+\.py", DOCKERFILE)) <= set(context)
 
 
-def test_a_pod_reads_the_bundle_that_its_image_has() -> None:
-    bundle = re.findall(r"FP8MOE_BUNDLE=(\S+)", (DEPLOY / "Dockerfile").read_text())
-    assert bundle == ["/opt/fp8moe/kernels.tar"]
-    assert f"--bundle, {bundle[0]}]" in (DEPLOY / "kubernetes.yaml").read_text()
+def test_base_images_have_a_tag() -> None:
+    images = [
+        *re.findall(r"^ARG \w+_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE),
+        *re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE),
+    ]
+    pinned = [image for image in images if re.search(r":v?\d+\.\d+\.\d+", image)]
+    assert set(images) - set(pinned) == {"scratch", "${VLLM_IMAGE}"}
