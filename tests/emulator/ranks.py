@@ -66,7 +66,7 @@ def run_calls(first: Device, seed: int, calls: list[list[int]], inputs: int | No
     """Returns the largest relative L2 error of a rank's result in calls behind each other.
 
     Args:
-        calls: for each the number of tokens of each rank.
+        calls: for each the number of tokens of each rank. A rank with as many as in the call before takes its result.
         inputs: seed of tokens, weights and ids; None: `seed`.
     """
     gen, ranks = h.seeded(seed if inputs is None else inputs, torch.device("cpu")), len(calls[0])
@@ -81,8 +81,12 @@ def run_calls(first: Device, seed: int, calls: list[list[int]], inputs: int | No
     outs: list[tuple[Inputs, torch.Tensor]] = []
 
     def ops(rank: int) -> None:
+        before = torch.empty(0)
         for call, of_ranks in zip(calls, given, strict=True):
-            outs.append((of_ranks[rank], group.push(rank, max(call), of_ranks[rank])))
+            x, *routing = of_ranks[rank]
+            inputs = (before if before.shape == x.shape else x), *routing
+            before = group.push(rank, max(call), inputs)
+            outs.append((inputs, before))
 
     group.run(seed, ops)
     errors = [h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True)) for (x, *routing), out in outs]

@@ -136,7 +136,7 @@ def transposed_scales(emulator: Device, seed: int) -> None:
 
 def ranks_that_push(emulator: Device, seed: int) -> None:
     """Calls of a layer in which two ranks store into each other's windows."""
-    error = run_calls(emulator, seed, [[3, 2], [2, 3], [1, 3]], inputs=0)
+    error = run_calls(emulator, seed, [[3, 2], [2, 2], [1, 3]], inputs=0)
     assert error <= MOST_ERROR, WRONG_RESULT
 
 
@@ -1185,6 +1185,9 @@ FAULTS = {
         "",
         ranks_with_many_tokens,
         WRONG_RESULT,
+    ),
+    "tokens are pushed before the kernel before has made them": Fault(
+        "push_tokens.cu", "    wait_for_previous_kernel();\n", "", ranks_that_push, WRONG_RESULT
     ),
     "sums are added before all have arrived": Fault(
         "add_sums.cu", "    wait_for_previous_kernel();\n", "", ranks_that_push, WRONG_RESULT
