@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 
 from benchmarks.layer.fp4_peers import FP4_PEERS, compile_humming, in_block_fp8, make_packed, make_peers, random_mxfp4
 from benchmarks.report import write_report
-from fp8moe_plugin.bench.layer import Maker, check_machine, make_ours, measure, random_weights
+from fp8moe_plugin.bench.layer import Maker, make_ours, measure, random_weights
+from fp8moe_plugin.bench.machine import check_machine
 from fp8moe_plugin.bench.peers import BY_FORMAT, PEERS, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchRow
 from fp8moe_plugin.checkpoint.shapes import Experts
@@ -32,9 +33,9 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
+from fp8moe_plugin.layers.weights import per_row_cast_to_fp8
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
-from fp8moe_plugin.ops.reference import FP8_MAX, group_scales
+from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from warmup.report import installed
 
@@ -70,11 +71,6 @@ DEFAULT_PEERS = {FP8_BLOCK: ("triton", "deepgemm"), FP8_CHANNEL: ("triton", "cut
 # Our layer, by the columns of a row.
 PACKED, BLOCK, WITHOUT_LIMIT = "mxfp4_us", "block_us", "without_limit_us"
 OUR_COLUMNS = {OURS: "us"} | {name: name for name in (PACKED, BLOCK, WITHOUT_LIMIT)}
-
-
-def per_row_cast_to_fp8(w: torch.Tensor) -> Quantized:
-    scales = group_scales(w.abs().amax(-1, keepdim=True), ue8m0=False)
-    return (w / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def widened(weights: ExpertWeights, intermediate: int) -> ExpertWeights:

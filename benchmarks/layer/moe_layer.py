@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.layer import before_after
 from benchmarks.report import write_report
-from fp8moe_plugin.bench.layer import check_machine, make_ours, measure, random_weights
+from fp8moe_plugin.bench.layer import make_ours, measure, random_weights
+from fp8moe_plugin.bench.machine import check_machine
 from fp8moe_plugin.bench.peers import PEERS, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchRow
 from fp8moe_plugin.checkpoint.shapes import Experts

@@ -11,18 +11,17 @@ in the environment they keep FP32 scales.
 import contextlib
 import datetime
 import importlib.metadata
-import importlib.util
-import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fp8moe_plugin.bench.peers import PEERS, Layer, make_peer, set_up_vllm
+from fp8moe_plugin.bench.machine import check_machine, driver_version
+from fp8moe_plugin.bench.peers import BY_FORMAT, Layer, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model
@@ -30,13 +29,13 @@ from fp8moe_plugin.checkpoint.splits import rank_shapes
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.layers import experts as layers
-from fp8moe_plugin.layers.weights import per_block_cast_to_fp8
+from fp8moe_plugin.layers.weights import per_block_cast_to_fp8, per_row_cast_to_fp8
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 from fp8moe_plugin.ops.reference import dequantize_blocks
-from fp8moe_plugin.plan.keys import HOPPER
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.testing import captured, replay_us
 
@@ -44,6 +43,8 @@ TOKENS = (1, 8, 64, 256, 1024, 4096, 8192)
 REFERENCE_TOKENS = 16  # tokens whose results are compared with float32 math
 WRONG = 0.1  # relative L2; rounding activations to e4m3 costs 0.05
 SEED = 1234  # of the first routing of no tokens
+
+CASTS = {FP8_BLOCK: per_block_cast_to_fp8, FP8_CHANNEL: per_row_cast_to_fp8}
 
 # Measured on an H200: memory reads, and FP8 products of random data below the power limit.
 BYTES_PER_S = 4.3e12
@@ -90,15 +91,21 @@ def bench_layer(
     Returns:
         A row for each backend and number of tokens; if a backend fails, its rows say why.
     Raises:
-        UnsupportedError: there is no Hopper GPU, or vLLM is not installed.
+        UnsupportedError: there is no Hopper GPU, vLLM is not installed, or weights in this format cannot be drawn.
     """
+    kind: dict[str, Any] = {"activation": spec.activation, "stored": spec.weights}
+    if spec.weights not in CASTS:
+        raise UnsupportedError(
+            f"The benchmark draws weights in FP8, but the experts are in {spec.weights.name}. FP8MOE_FP4_EXPERTS=fp8 "
+            "measures experts with the same weights in block FP8."
+        )
     check_machine()
-    driver = _driver_version()
-    peers = {name: partial(make_peer, name, activation=spec.activation) for name in PEERS}
+    driver = driver_version()
+    peers = {name: partial(make_peer, name, **kind) for name in BY_FORMAT[spec.weights]}
     makers = {OURS: partial(make_ours, spec=spec)} | peers
-    weights = random_weights(experts, torch.device("cuda"))
+    weights = random_weights(experts, torch.device("cuda"), CASTS[spec.weights])
     with set_up_vllm():
-        rows = measure(makers, experts, weights, tokens, report_progress, activation=spec.activation)
+        rows = measure(makers, experts, weights, tokens, report_progress, **kind)
     return BenchResult(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         gpu=torch.cuda.get_device_name(),
@@ -109,22 +116,6 @@ def bench_layer(
         ue8m0=spec.ue8m0,
         rows=rows,
     )
-
-
-def check_machine() -> None:
-    """Raise `UnsupportedError` unless this process sees a Hopper GPU and vLLM."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability != HOPPER:
-        found = "compute capability {}.{}".format(*capability) if capability else "no usable GPU"
-        raise UnsupportedError(
-            f"The benchmark needs a Hopper GPU (compute capability 9.0: H100, H200, H20), but torch found {found}. "
-            "Run it on the machine that serves, with a CUDA build of torch."
-        )
-    if importlib.util.find_spec("vllm") is None:
-        raise UnsupportedError(
-            "The benchmark compares with vLLM's own backends, and vLLM is not installed here. "
-            "Run it in the environment that serves, or: pip install vllm"
-        )
 
 
 def measure(
@@ -287,13 +278,3 @@ def make_ours(experts: Experts, weights: ExpertWeights, tokens: int, spec: Layer
     tensors = dict(zip(names, (*weights.w13, *weights.w2), strict=True))
     spec = spec or LayerSpec(MoeShape.of(experts, experts.experts))
     return layers.Experts(spec._replace(bias=False), tensors, names).run
-
-
-def _driver_version() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise UnsupportedError(
-            "nvidia-smi, which reports the driver version, cannot be run. Make sure it is on the PATH and works."
-        ) from error

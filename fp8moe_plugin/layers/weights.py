@@ -34,6 +34,16 @@ def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.flatten(-2).flatten(-3, -2)[..., :n, :k].contiguous(), scales
 
 
+def per_row_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each row of a finite weight `[.., N, K]` with a scale of its own.
+
+    Returns:
+        q, e4m3 `[.., N, K]`, and float32 scales `[.., N, 1]`.
+    """
+    scales = group_scales(w.abs().amax(-1, keepdim=True), ue8m0=False)
+    return (w / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales
+
+
 def check_sizes(name: str, weight: torch.Tensor, dims: int, n_multiple: int) -> None:
     """Raise `CheckpointError` unless `weight` has `dims` dimensions `[.., N, K]` of sizes that the kernels support."""
     if weight.dim() != dims:

@@ -11,7 +11,9 @@ from fp8moe_plugin.bench.result import BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.ops.reference import dequantize_blocks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
@@ -262,11 +264,17 @@ def test_another_machine_is_refused(monkeypatch, capability, vllm, message):
         bench.bench_layer(TINY, [1], SPEC, print)
 
 
+def test_experts_that_stay_in_mxfp4_are_refused():
+    with pytest.raises(UnsupportedError, match="the experts are in packed MXFP4"):
+        bench.bench_layer(TINY, [1], SPEC._replace(weights=PACKED_MXFP4), print)
+
+
 @pytest.mark.gpu
-def test_a_gpu_gives_a_row_for_every_backend():
+@pytest.mark.parametrize(("stored", "backends"), [(FP8_BLOCK, 5), (FP8_CHANNEL, 3)])
+def test_a_gpu_gives_a_row_for_every_backend(stored, backends):
     pytest.importorskip("vllm")
-    result = bench.bench_layer(ON_A_GPU, [1, 256], SPEC, report_progress=print)
-    assert len(result.rows) == 2 * 5
+    result = bench.bench_layer(ON_A_GPU, [1, 256], SPEC._replace(weights=stored), report_progress=print)
+    assert len(result.rows) == 2 * backends
     for row in result.rows:
         if row.error is None:
             assert row.us > row.floor_us
