@@ -14,7 +14,7 @@ from fp8moe_plugin.ops.window import Window, open_window
 from fp8moe_plugin.plan.sm90.push import push_refusal, window_layout
 
 logger = logging.getLogger("fp8moe")
-PATIENCE_S = 300  # longer than one rank compiles or loads while the others wait
+PATIENCE_S = 600  # as NCCL; longer than one rank compiles or loads while the others wait
 CLOCK_HZ = 2e9  # of a multiprocessor at most
 
 

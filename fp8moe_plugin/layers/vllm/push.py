@@ -78,13 +78,14 @@ def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
     return window_refusal(group.cpu_group, experts.spec.shape.hidden, layer.expert_map.device)
 
 
-_windows: dict[tuple[str, int, int], Window] = {}  # calls of layers with equal sizes follow each other in the stream
+# By group: another engine of the process has another one. Calls of layers of equal sizes follow each other in a stream.
+_windows: dict[tuple[dist.ProcessGroup, int, int], Window] = {}
 
 
 def _window(hidden: int, topk: int, device: torch.device, engine: Any) -> Window:
     """Returns this process's window for layers of these sizes."""
     group = get_ep_group()
-    at = group.device_group.group_name, hidden, topk
+    at = group.device_group, hidden, topk
     if at not in _windows:
         split = engine.parallel_config.tensor_parallel_size  # ranks that share the tokens of a data-parallel rank
         most = ceil_div(engine.scheduler_config.max_num_batched_tokens, split)
