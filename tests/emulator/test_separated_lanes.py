@@ -25,6 +25,7 @@ from tests.k_grouped import gradients
 from tests.steps import route
 
 MULTIPROCESSORS = {"small batch": 8}  # room for a cluster; others have 2
+OF_RANKS = {"push_tokens", "push_sums", "add_sums"}  # in tests/emulator/test_ranks.py
 FEW = 6  # schedules, unless FULL_COUNTS=1
 K, N, ROWS, GROUPS = 256, 128, 3, 2
 Run = Callable[[torch.Generator, pytest.MonkeyPatch], Callable[[], torch.Tensor]]
@@ -194,4 +195,4 @@ def test_each_kernel_runs_with_separated_lanes(emulator_runtime: ctypes.CDLL, ke
             Recorder(emulator_runtime, kernels, MULTIPROCESSORS.get(name, 2)).execute(
                 1, run(h.seeded(0, torch.device("cpu")), patch)
             )
-    assert launched == {key.source for key in all_kernels()}
+    assert launched | OF_RANKS == {key.source for key in all_kernels()}
