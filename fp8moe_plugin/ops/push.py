@@ -10,7 +10,8 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
-from fp8moe_plugin.launches.sm90.push import PushAddresses, push_launches
+from fp8moe_plugin.launches.operands import LAYER_SLOTS
+from fp8moe_plugin.launches.sm90.push import push_launches
 from fp8moe_plugin.ops import devices, workspace
 from fp8moe_plugin.ops.checks import check_tensor
 from fp8moe_plugin.ops.devices import Device, prepares
@@ -86,7 +87,7 @@ def run_push_moe(
     step = plan_push(facts.spec, window.ranks, rows, device.multiprocessors)
     run = prepared_push(device, step, window.layout, facts.tokens, facts.ids_64)
     scratch = workspace.scratch(step.scratch.nbytes, out)
-    run((*addresses, owners.data_ptr(), window.memory.data_ptr(), scratch.data_ptr()))
+    run((*addresses, scratch.data_ptr(), owners.data_ptr(), window.memory.data_ptr()))
     return out
 
 
@@ -115,6 +116,6 @@ def _check_group(facts: LayerFacts, window: Window, owners: torch.Tensor, rows: 
 
 @prepares("push_moe")
 def prepared_push(device: Device, step: PushStep, layout: WindowLayout, tokens: int, ids_64: bool) -> Prepared:
-    """Returns a callable that launches `push_moe`, given its `PushAddresses`."""
-    tensors = PushAddresses._make(map(Slot, range(len(PushAddresses._fields))))
-    return device.prepare(push_launches(step, tensors, layout, tokens, ids_64))
+    """Returns a callable that launches `push_moe`, given `LayerAddresses` and those of the owners and the window."""
+    owners, window = (Slot(len(LAYER_SLOTS) + i) for i in range(2))
+    return device.prepare(push_launches(step, LAYER_SLOTS, owners, window, layout, tokens, ids_64))

@@ -1,5 +1,6 @@
 """The window of a rank: memory of an expert-parallel group that all of its ranks can write to."""
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Window:
     hidden: int
     topk: int
 
-    @property
+    @functools.cached_property
     def layout(self) -> WindowLayout:
         return window_layout(self.ranks, self.rows, self.hidden, self.topk)
 

@@ -24,7 +24,6 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.spec import LayerSpec
 
 HEADER_BYTES = 8 * (MAX_RANKS + 7) + 4 * (4 + MAX_RANKS)  # of `Window` in csrc/ranks/window.cuh
-CHANNELS = 8  # of a thread of push_sums: 16 bytes
 TOKEN_BLOCKS, SUM_BLOCKS = 2, 5  # most blocks per multiprocessor of push_tokens and push_sums: one wave
 
 
@@ -89,7 +88,7 @@ class PushStep:
     push_tokens: KernelKey
     token_blocks: int
     push_sums: KernelKey
-    sum_blocks: int
+    most_sum_blocks: int
     add_sums: KernelKey
     scratch: PushScratch
 
@@ -97,7 +96,7 @@ class PushStep:
 @functools.lru_cache(maxsize=4096)
 def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int) -> PushStep:
     """Returns the plan of a step of up to `rows` tokens on each of the ranks, at least 1."""
-    tokens, hidden, push_sums = ranks * rows, spec.shape.hidden, push_sums_key()
+    tokens, hidden = ranks * rows, spec.shape.hidden
     # Ranks store tokens in one format, though some may have an expert less: the rank with most experts decides.
     share = spec.shape._replace(local_experts=largest_share(spec.shape.global_experts, ranks))
     of_share = plan_layer(spec._replace(shape=share), tokens, multiprocessors)
@@ -110,8 +109,8 @@ def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int) -> P
         layer=layer,
         push_tokens=push_tokens_key(spec.ue8m0, not small),
         token_blocks=min(rows, TOKEN_BLOCKS * multiprocessors),
-        push_sums=push_sums,
-        sum_blocks=min(tokens * ceil_div(hidden, CHANNELS * push_sums.threads), SUM_BLOCKS * multiprocessors),
+        push_sums=push_sums_key(),
+        most_sum_blocks=SUM_BLOCKS * multiprocessors,
         add_sums=add_sums_key(),
         scratch=PushScratch(*offsets(layer.scratch.nbytes, 2 * tokens * hidden if small else 0)),
     )
