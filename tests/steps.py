@@ -235,9 +235,10 @@ def copy_rows(tokens: Quantized, slots: torch.Tensor) -> Quantized:
     """Each token of e4m3 `[T, K]`, whose scales are contiguous, copied to the rows that `slots` names for it."""
     (x, x_scales), k = tokens, tokens[0].shape[1]
     q, scales = empty_quantized(slots.numel(), k, x.device)
-    addresses = x.data_ptr(), q.data_ptr(), scales.data_ptr()
-    rows = {"slots": slots.data_ptr(), "topk": slots.shape[1], "x_scales": x_scales.data_ptr()}
-    launch(device_of(x), [quantize_launch(permute_key(), *addresses, len(x), k, **rows)])
+    if x.numel():
+        addresses = x.data_ptr(), q.data_ptr(), scales.data_ptr()
+        rows = {"slots": slots.data_ptr(), "topk": slots.shape[1], "x_scales": x_scales.data_ptr()}
+        launch(device_of(x), [quantize_launch(permute_key(), *addresses, len(x), k, **rows)])
     return q, scales
 
 
