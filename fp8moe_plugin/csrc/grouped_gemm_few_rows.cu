@@ -27,14 +27,13 @@
 
 constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
-constexpr int kProducers = 128, kThreads = kMathThreads + kProducers;
+constexpr int kProducers = 128, kProducerWarps = kProducers / kWarp, kThreads = kMathThreads + kProducers;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
 constexpr int kBlocks = SMEM_BYTES <= 113 * 1024 ? 2 : 1;     // for which an SM has room
 constexpr int kProducerRegisters = 32, kMathRegisters = 104;  // with two blocks, which share the registers
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 80,
               "the launch's 80 per thread");
-constexpr int kFullArrivals = 2;                      // of a stage: the announced bytes, and the landed 4-byte copies
-constexpr int kProducerWarps = kBlocks == 2 ? 4 : 1;  // stages with few bytes are filled more often
+constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
 constexpr int kProducerBarrier = 1 + kMathWarpgroups;
 constexpr int kBlockTokens = kFewRowsTile;
 constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
@@ -60,7 +59,7 @@ struct Operands {
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
 };
 
-// ---- producer: a warp, or four that take turns ----------------------------------------------------------------------
+// ---- producer: four warps, which take turns with the stages ---------------------------------------------------------
 
 // The loads of a tile's K blocks.
 struct TileLoads {
@@ -129,11 +128,7 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, co
     Tile tile = queue.tile();
     int ahead = done.counters ? load_weights_ahead(shared, in, tile, turns) : 0;
     Awaited rows(done, in.k_blocks);
-    auto next_tile = [&] {
-        if constexpr (kProducerWarps == 1) return queue.tile();
-        return share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0);
-    };
-    for (; tile.rows > 0; tile = next_tile(), ahead = 0) {
+    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0), ahead = 0) {
         const TileLoads loads(in, tile);
         rows.wait(tile);
         Position at(turns.step);
@@ -196,7 +191,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     if (warpgroup == kMathWarpgroups) {
         if constexpr (kBlocks == 2) decrease_registers<kProducerRegisters>();
         const int warp = warp_uniform(threadIdx.x / 32) - 4 * kMathWarpgroups;
-        if (warp >= kProducerWarps) return;
         if (!done_counters) wait_for_previous_kernel();  // which made the table
         Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, steps * columns_at_once);
         load_tiles(shared, in, queue, {done_counters, counters_per_tile}, warp);
