@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fp8moe_plugin.layers.all_to_all import place_refusal
 from fp8moe_plugin.ops.window import Window, open_window
 from fp8moe_plugin.plan.sm90.push import push_refusal, window_layout
 
@@ -31,16 +32,12 @@ def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device) 
     gpu = torch.cuda.get_device_properties(device)
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, (socket.gethostname(), str(gpu.uuid)), group)
-    hosts, gpus = zip(*places, strict=True)
+    gpus = [uuid for _, uuid in places]
     visible = (torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count()))
     peers = [i for i, uuid in enumerate(visible) if str(uuid) in gpus and i != device.index]
     reaches: list[Any] = [None] * group.size()
     dist.all_gather_object(reaches, all(torch.cuda.can_device_access_peer(device, i) for i in peers), group)
-    if len(set(hosts)) > 1:
-        return "a group whose ranks are on several hosts"
-    if len(set(gpus)) < group.size():
-        return "a GPU that several ranks share"
-    return None if all(reaches) else "a GPU that cannot store into the memory of another one"
+    return place_refusal(places, reaches)
 
 
 def open_group_window(

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from fp8moe_plugin.layers import window
+from fp8moe_plugin.layers.all_to_all import place_refusal, windows
+from fp8moe_plugin.plan.tuning import EP_WINDOW_BYTES
 
 
 def test_windows_are_found_inside_of_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +16,21 @@ def test_windows_are_found_inside_of_allocations(monkeypatch: pytest.MonkeyPatch
     memory = torch.zeros(64, dtype=torch.uint8)[32:]
     shared = [4096, memory.data_ptr() - 32]
     assert window.window_addresses(memory, shared, 1, None) == [4096 + 256, memory.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    ("places", "reaches", "why"),
+    [
+        ([("a", 0), ("a", 1)], [True, True], None),
+        ([("a", 0), ("b", 1)], [True, True], "a group whose ranks are on several hosts"),
+        ([("a", 0), ("a", 0)], [True, True], "a GPU that several ranks share"),
+        ([("a", 0), ("a", 1)], [True, False], "a GPU that cannot store into the memory of another one"),
+    ],
+)
+def test_places_of_ranks_that_cannot_store(places: list[tuple[str, int]], reaches: list[bool], why: str | None) -> None:
+    assert place_refusal(places, reaches) == why
+
+
+def test_a_window_is_no_larger_than_its_limit() -> None:
+    assert windows(8, 8193, 2, 7168, 8).rows == 4097
+    assert 0.99 * EP_WINDOW_BYTES < windows(8, 8192, 1, 7168, 8).nbytes <= EP_WINDOW_BYTES

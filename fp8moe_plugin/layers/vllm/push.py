@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import get_ep_group
 
-from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.layers.all_to_all import NO_ALL_GATHER, NO_KERNELS, vllm_keeps_its_own, windows
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.vllm.gather import most_tokens
 from fp8moe_plugin.layers.window import open_group_window, window_refusal
@@ -18,8 +18,6 @@ from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.devices import backend_of
 from fp8moe_plugin.ops.window import Window
 from fp8moe_plugin.plan.keys import SM90
-from fp8moe_plugin.plan.sm90.push import window_layout
-from fp8moe_plugin.plan.tuning import EP_WINDOW_BYTES
 from fp8moe_plugin.settings import settings
 
 
@@ -52,7 +50,7 @@ def pushed_experts(layer: Any, moe: Any, experts: Experts, engine: Any) -> Pushe
     if settings().ep != "push":
         return None
     if refusal := _refusal(layer, moe, experts, engine):
-        log_once(logging.WARNING, f"FP8MOE_EP=push: vLLM's all-to-all is used, because there is {refusal}")
+        log_once(logging.WARNING, vllm_keeps_its_own(refusal))
         return None
     shape, expert_map = experts.spec.shape, layer.expert_map
     window = _window(shape.hidden, shape.topk, expert_map.device, engine)
@@ -62,7 +60,7 @@ def pushed_experts(layer: Any, moe: Any, experts: Experts, engine: Any) -> Pushe
 def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
     parallel = moe.moe_parallel_config
     if not parallel.use_ag_rs_all2all_kernels:
-        return "no data parallelism with --enable-expert-parallel and --all2all-backend allgather_reducescatter"
+        return NO_ALL_GATHER
     if parallel.ep_size != parallel.dp_size * parallel.sp_size:
         return "a group of which several ranks have the same tokens"
     if engine.parallel_config.enable_elastic_ep:
@@ -73,7 +71,7 @@ def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
         return "a router whose weights multiply the tokens"
     backend = backend_of(layer.expert_map)
     if backend is None or backend.target != SM90:
-        return "a device without our CUDA kernels"
+        return NO_KERNELS
     group = get_ep_group()
     return window_refusal(group.cpu_group, experts.spec.shape.hidden, layer.expert_map.device)
 
@@ -88,17 +86,10 @@ def _window(hidden: int, topk: int, device: torch.device, engine: Any) -> Window
     at = group.device_group, hidden, topk
     if at not in _windows:
         split = engine.parallel_config.tensor_parallel_size  # ranks that share the tokens of a data-parallel rank
-        most = ceil_div(engine.scheduler_config.max_num_batched_tokens, split)
-        nbytes = window_layout(group.world_size, most, hidden, topk).nbytes
-        rows = min(most, most * EP_WINDOW_BYTES // nbytes)
-        window = open_group_window(group.device_group, group.cpu_group, rows, hidden, topk, device)
-        _windows[at] = window
-        log_once(
-            logging.INFO,
-            f"FP8MOE_EP=push: {group.world_size} ranks store tokens into each other's windows of "
-            f"{window.layout.nbytes / 2**20:.0f} MiB, in steps of up to {rows} tokens a rank. Longer steps use vLLM's "
-            "all-to-all",
-        )
+        size = windows(group.world_size, engine.scheduler_config.max_num_batched_tokens, split, hidden, topk)
+        ranks = group.device_group, group.cpu_group
+        _windows[at] = open_group_window(*ranks, size.rows, hidden, topk, device)
+        log_once(logging.INFO, f"FP8MOE_EP=push: {size}")
     return _windows[at]
 
 
