@@ -1,6 +1,7 @@
 """`Fp8MoeConfig` checks that checkpoint, machine and options are supported, and chooses the method of each layer."""
 
 import functools
+import logging
 import re
 from copy import deepcopy
 from typing import Any
@@ -29,6 +30,7 @@ from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import GPT_OSS_METHODS, ONLINE, QuantSpec, parse_quantization, recoded
 from fp8moe_plugin.jit.lookup import WARMUP
+from fp8moe_plugin.layers.all_to_all import UNDER_SGLANG
 from fp8moe_plugin.layers.fallback import refused_by_both
 from fp8moe_plugin.layers.loading import announce_input_scales
 from fp8moe_plugin.layers.machine import check_machine
@@ -39,8 +41,9 @@ from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.sglang.refusals import check_layers, experts_error, place_layer
 from fp8moe_plugin.layers.traits import Traits
 from fp8moe_plugin.layers.unquantized import announce_unquantized, is_quantized, matches_pattern
+from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.quoting import shell_word
-from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant
+from fp8moe_plugin.settings import BATCH_INVARIANT, NAME, batch_invariant, settings
 
 PARTS = FUSED | {"fused_qkv_a_proj_with_mqa": FUSED["fused_qkv_a_proj"]}  # of fused layers, by SGLang's names
 
@@ -249,6 +252,8 @@ def check_options() -> None:
         )
     if not get_moe_a2a_backend().is_none():
         check_deepep(args)
+    if settings().ep == "push":
+        log_once(logging.WARNING, UNDER_SGLANG)
     if args.enable_deterministic_inference and not batch_invariant():
         raise UnsupportedError(
             f"--enable-deterministic-inference: the kernels of --quantization {NAME} compute a token without regard to "

@@ -30,6 +30,7 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
+from fp8moe_plugin.layers.all_to_all import UNDER_SGLANG
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang import config as seam
 from fp8moe_plugin.layers.sglang.config import Fp8MoeConfig
@@ -241,6 +242,12 @@ def test_sglangs_own_choice_of_a_runner_for_fp4_experts_is_undone(options, monke
     Entry.from_config(CHECKPOINT)
     assert moe.runner_backend is MoeRunnerBackend.AUTO
     assert "in place of SGLang's runner flashinfer_mxfp4" in plugin_log.text
+
+
+def test_windows_have_no_effect_and_the_log_says_why(options, plugin_log):
+    with environment("FP8MOE_EP", "push"):
+        Entry.from_config(CHECKPOINT)
+    assert [line for line in plugin_log.messages if "FP8MOE_EP" in line] == [f"fp8moe: {UNDER_SGLANG}"]
 
 
 @pytest.mark.parametrize(("form", "weights"), [("fp8", FP8_BLOCK), ("mxfp4", PACKED_MXFP4)])
