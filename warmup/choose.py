@@ -7,7 +7,7 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.splits import EngineLayers, engine_layers, engine_text, split_refusal
 from fp8moe_plugin.formats.weight_format import ceil_div
-from warmup import decode, forms, memory, needs
+from warmup import all_to_all, decode, forms, memory, needs
 from warmup.commands import REMOTE_CODE, commands
 from warmup.explain import scratch_bytes
 from warmup.report import ChoiceReport, FormReport, SplitReport
@@ -49,7 +49,13 @@ def choose(model: Model, target: Target, source: str, remote_code: bool = False)
         max_model_len=context,
         fp8_cache=target.fp8_cache or bool(model.cache and (model.cache.fp8 or model.cache.token_bytes)),
         mtp_bytes=_total(model) - _total(loaded),
-        notes=[*memory.recoding_note(loaded), *advice, *needs.note(loaded), *_engine_notes(loaded, considered)],
+        notes=[
+            *memory.recoding_note(loaded),
+            *advice,
+            *needs.note(loaded),
+            *_engine_notes(loaded, considered),
+            *_window_note(loaded, considered, target),
+        ],
         needed=_needed(loaded, target, context) if not fitting else None,
         splits=splits,
         latency=latency.options if latency else None,
@@ -86,6 +92,14 @@ def _engine_notes(model: Model, considered: Iterable[Parallel]) -> Iterator[str]
         text = engine_text(model, *same)
         assert text
         yield f"{text[0].upper()}{text[1:]}."
+
+
+def _window_note(model: Model, considered: Iterable[Parallel], target: Target) -> list[str]:
+    sizes = (
+        all_to_all.window_bytes(model, way, _tokens(way, target)) for way in considered if not split_refusal(model, way)
+    )
+    largest = max(sizes, default=0)
+    return [f"Windows of FP8MOE_EP=push are counted, up to {largest / 2**20:.0f} MiB of a GPU."] if largest else []
 
 
 def _needed(model: Model, target: Target, context: int) -> int | None:

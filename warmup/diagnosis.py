@@ -5,6 +5,7 @@ import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -41,6 +42,11 @@ class Gpu(Fact):
     served: bool  # by a backend of ours
     backend: str  # the one that FP8MOE_BACKEND selects for it
     refusal: str | None  # the requirement of the backend that this GPU does not meet
+    peers: list[int] = []  # GPUs into whose memory it can store
+    nvlinks: list[int] = []  # those of them that NVLink connects it with
+
+    def reaches(self, gpus: list["Gpu"]) -> bool:
+        return all(gpu.ordinal in self.peers for gpu in gpus if gpu.ordinal != self.ordinal)
 
 
 class Driver(Fact):
@@ -146,8 +152,8 @@ def _gpus() -> Iterator[Gpu]:
 
     attributes = driver.CUdevice_attribute
     _, count = driver.cuDeviceGetCount()
-    for ordinal in range(count):
-        _, device = driver.cuDeviceGet(ordinal)
+    devices = [driver.cuDeviceGet(ordinal)[1] for ordinal in range(count)]
+    for ordinal, device in enumerate(devices):
         _, name = driver.cuDeviceGetName(64, device)
         _, major = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
         _, minor = driver.cuDeviceGetAttribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
@@ -161,7 +167,22 @@ def _gpus() -> Iterator[Gpu]:
             served=refusal is None,
             backend=backend.name if backend else "triton" if refusal else "reference",
             refusal=refusal,
+            **_links(ordinal, devices),
         )
+
+
+def _links(ordinal: int, devices: list[Any]) -> dict[str, list[int]]:
+    """Returns the fields `peers` and `nvlinks` of a GPU."""
+    from cuda.bindings import driver
+
+    atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    own, others = devices[ordinal], [i for i in range(len(devices)) if i != ordinal]
+    peers = [i for i in others if driver.cuDeviceCanAccessPeer(own, devices[i])[1]]
+    # Between GPUs, only NVLink carries atomics.
+    return {
+        "peers": peers,
+        "nvlinks": [i for i in peers if driver.cuDeviceGetP2PAttribute(atomics, own, devices[i])[1]],
+    }
 
 
 def _module_version() -> str | None:

@@ -16,7 +16,7 @@ from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.quoting import shell_word, shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
-from warmup import diagnosis, engines, kernels, needs
+from warmup import all_to_all, diagnosis, engines, kernels, needs
 from warmup.diagnosis import Diagnosis, Driver, Gpu, KernelCache
 from warmup.model import check_split, read_checkpoint
 from warmup.options import Options
@@ -223,6 +223,7 @@ def _gpu(facts: Diagnosis) -> Iterator[Finding]:
         served = f"backend {gpu.backend}" if gpu.served else f"refused by --quantization fp8moe: {gpu.refusal}"
         found = f"{what}{_driver(facts.driver)}; {served}"
         yield Finding(subject=f"GPU {gpu.ordinal}", found=found, ok=gpu.served)
+    yield from all_to_all.links(facts.gpus)
     archive = facts.bundle or (None if facts.compiler else facts.wheel)
     compiler = archive.compiler if archive else facts.compiler
     compiled = re.match(r"nvrtc (\d{1,3})\.", compiler or "")
@@ -246,6 +247,7 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     yield Finding(subject="model", found="; ".join([good, *report.warnings]), ok=True)
     assert report.diagnosis
     yield from needs.findings(model, report.diagnosis)
+    yield from all_to_all.findings(model, options.parallel, options.max_tokens, report.diagnosis.gpus)
     if report.diagnosis.gpus:
         yield from _memory(model, options, report.diagnosis.gpus)
 

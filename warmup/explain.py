@@ -15,7 +15,7 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import RowTile, computed_rows
 from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.settings import batch_invariant, settings
-from warmup import forms, memory, needs
+from warmup import all_to_all, forms, memory, needs
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
 from warmup.terminal import fit
 
@@ -48,6 +48,7 @@ def explain(model: Model, parallel: Parallel, max_tokens: int, capture_sizes: tu
         steps=list(steps.values()),
         layouts=layouts,
         forms=forms.forms(model, parallel),
+        all_to_all=all_to_all.all_to_all(model, parallel, max_tokens),
     )
 
 
@@ -135,6 +136,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
             for s in found.shapes
         ),
         *(line for paragraph in forms.advice(model, parallel.dp, max_tokens, found.forms) for line in ("", paragraph)),
+        *(["", found.all_to_all.why] if found.all_to_all else []),
         "",
         "By tokens of a step: rows of an expert, padding, scratch, rows of a tile, and the kernels of both GEMMs"
         if found.steps

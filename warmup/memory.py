@@ -23,6 +23,7 @@ from fp8moe_plugin.formats.dtypes import DTYPES
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
+from warmup.all_to_all import window_bytes
 from warmup.report import ShapeReport
 from warmup.target import GIB
 
@@ -227,4 +228,5 @@ def step_bytes(model: Model, parallel: Parallel, tokens: int, scratch: int, long
     layers = 2 * tokens * (copies * model.experts.hidden + widest) + max(scratch, context)
     layers += _gathered_bytes(model, tokens, longest)
     sampling = SAMPLER_COPIES * 4 * min(MOST_SEQUENCES, tokens) * model.vocab
-    return max(layers, sampling) + OTHER_BYTES + (COMMUNICATION_BYTES if parallel.gpus > 1 else 0)
+    communication = COMMUNICATION_BYTES if parallel.gpus > 1 else 0
+    return max(layers, sampling) + OTHER_BYTES + communication + window_bytes(model, parallel, tokens)

@@ -145,6 +145,15 @@ class ChoiceReport(Part):
     batches: list[str] = []  # the best for 64 sequences, for each number of GPUs on which a split pads experts
 
 
+class AllToAllReport(Part):
+    """How tokens reach the experts of other ranks."""
+
+    used: Literal["push", "engine"]  # in steps that fit the windows
+    why: str
+    window_bytes: int | None = None  # of each rank, with FP8MOE_EP=push
+    window_rows: int | None = None  # tokens of a rank in the longest step that fits
+
+
 class ExplainReport(Part):
     parallel: str
     shapes: list[ShapeReport]  # on one rank
@@ -154,6 +163,7 @@ class ExplainReport(Part):
     steps: list[StepReport]
     layouts: list[LayoutReport]
     forms: list[FormReport] = []  # of experts in MXFP4
+    all_to_all: AllToAllReport | None = None  # with expert and data parallelism
     choice: ChoiceReport | None = None  # with --gpu
 
 

@@ -11,9 +11,13 @@ pytest.importorskip("vllm", reason="needs vLLM")
 from vllm.forward_context import DPMetadata
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
+from fp8moe_plugin.checkpoint.model import read_model
+from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.layers.vllm import gather, push
 from fp8moe_plugin.layers.vllm.push import PushedExperts, pushed_experts
 from tests import helpers as h
+from tests.checkpoint.test_model import V3, describe
+from warmup.all_to_all import all_to_all
 
 pytestmark = pytest.mark.seam
 
@@ -76,3 +80,19 @@ def test_owners_of_experts_that_are_dealt_out_in_turn(monkeypatch):
 
     monkeypatch.setattr(push.dist, "all_gather_object", gather_maps)
     assert push._owners(torch.tensor([0, -1, 1, -1], dtype=torch.int32)).tolist() == [0, 1, 0, 1]
+
+
+def test_explain_says_which_windows_are_opened(switched_on, plugin_log, monkeypatch, tmp_path):
+    opened = []
+    group = SimpleNamespace(world_size=8, device_group=object(), cpu_group=None)
+    monkeypatch.setattr(push, "get_ep_group", lambda: group)
+    monkeypatch.setattr(push, "open_group_window", lambda *sizes: opened.append(sizes[2:5]))
+    monkeypatch.setattr(push, "_windows", {})
+    plugin_log.set_level("INFO", logger="fp8moe")
+    options = engine()
+    options.parallel_config.tensor_parallel_size = 1
+    options.scheduler_config = SimpleNamespace(max_num_batched_tokens=16384)
+    push._window(7168, 8, torch.device("cpu"), options)
+    found = all_to_all(read_model(describe(tmp_path, V3)), Parallel(1, 8, ep=8), 16384)
+    assert opened == [(found.window_rows, 7168, 8)]
+    assert plugin_log.messages == [f"fp8moe: {found.why.rstrip('.')}"]
