@@ -171,6 +171,38 @@ def engines(found: Row, model: str) -> str:
     return table(header, (cells(cell) for cell in dict.fromkeys(row["cell"] for row in rows)))
 
 
+def requests(found: Row, model: str) -> str:
+    """Returns what servers did by traffic and load: the figures of all engines, and our tokens over the best peer's."""
+    rows = [row for row in found["rows"] if row["model"] == model]
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+
+    def cells(traffic: str, concurrency: int | None, rate: float | None) -> list[str]:
+        load = traffic, concurrency, rate
+        of_load = {row["engine"]: row for row in rows if load_of(row) == load}
+        tokens = {name: row["tokens_per_s_per_gpu"] for name, row in of_load.items()}
+        ours = tokens.pop(OURS, None)
+
+        def each(text: Callable[[Row], str]) -> str:
+            return " / ".join(text(of_load[name]) if name in of_load else "-" for name in names)
+
+        return [
+            traffic,
+            str(concurrency) if concurrency else f"{rate:g} per s",
+            each(lambda row: f"{row['tokens_per_s_per_gpu']:,.0f}"),
+            each(lambda row: f"{row['ttft_ms']:.0f} ({row['ttft_ms_p99']:.0f})"),
+            each(lambda row: f"{row['tpot_ms']:.2f} ({row['tpot_ms_p99']:.2f})"),
+            f"{ours / max(tokens.values()):.2f}" if ours and tokens else "",
+        ]
+
+    engines = " / ".join(f"`{name}`" for name in names)
+    header = ["traffic", "requests", f"tokens per s and GPU, {engines}", "TTFT, ms (p99)", "TPOT, ms (p99)"]
+    return table([*header, "ours over best peer"], (cells(*load) for load in dict.fromkeys(map(load_of, rows))))
+
+
+def load_of(row: Row) -> tuple[str, int | None, float | None]:
+    return row["traffic"], row.get("concurrency"), row.get("rate")
+
+
 def sglang_layer(found: Row) -> str:
     """Returns a table of a layer in SGLang: microseconds by backend of the experts, and the best peer's over ours."""
     rows = [row for row in found["rows"] if "us" in row]

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer for our checkpoints: it encodes real text, and decodes any generated id to text."""
+"""Tokenizers for our checkpoints: byte-level BPE for real text, and one of words for random ids."""
 
 import json
 from collections.abc import Iterable
@@ -15,9 +15,10 @@ TEXT = (
 
 
 def write_tokenizer(folder: Path, vocab_size: int, text: Iterable[str] = TEXT) -> None:
-    """Write tokenizer.json and tokenizer_config.json with exactly `vocab_size` ids; 0 is `<s>`, 1 is `</s>`.
+    """Write a byte-level BPE tokenizer with exactly `vocab_size` ids; 0 is `<s>`, 1 is `</s>`.
 
-    The other ids are the bytes and the most frequent merges of the text.
+    It encodes real text, and decodes any generated id to text. The other ids are the bytes and the most frequent merges
+    of the text.
 
     Raises:
         ValueError: fewer ids than the 256 bytes and the two specials need.
@@ -37,5 +38,22 @@ def write_tokenizer(folder: Path, vocab_size: int, text: Iterable[str] = TEXT) -
     # A short text yields fewer merges: fill up with ids that no text encodes to, but a random model may generate.
     vocab.update({f"Ġw{i}": i for i in range(len(vocab), vocab_size)})
     (folder / "tokenizer.json").write_text(json.dumps(data, ensure_ascii=False))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    write_config(folder, {"bos_token": BOS, "eos_token": EOS})
+
+
+def write_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer with a word for each id, so that any ids are decoded to text that is encoded to them.
+
+    Clients that send random prompts as text then send as many tokens as they count, of the whole vocabulary.
+    """
+    # vLLM refuses text longer than the context times the longest word, so one word makes up for the spaces.
+    words = {f"w{i}": i for i in range(1, vocab_size)} | {f"w{0:012}": 0}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=f"w{0:012}"))
+    tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit(" ")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_config(folder, {})
+
+
+def write_config(folder: Path, special_tokens: dict[str, str]) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | special_tokens
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

@@ -151,11 +151,11 @@ COMMANDS: dict[str, Callable[[str, bool], tuple[list[str], dict[str, str]]]] = {
 
 
 @contextlib.contextmanager
-def server(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def server(command: list[str], environment: dict[str, str], log_file: Path = LOG) -> Iterator[subprocess.Popen[bytes]]:
     """A process in its own process group, all of which has ended when this context ends."""
     print(f"$ {shlex.join(command)}", flush=True)
-    LOG.parent.mkdir(exist_ok=True)
-    with LOG.open("wb") as log:
+    log_file.parent.mkdir(exist_ok=True)
+    with log_file.open("wb") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -202,18 +202,22 @@ def stats_of(group: int) -> Iterator[list[str]]:
                 yield fields
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], address: str) -> None:
+def wait_until_ready(
+    process: subprocess.Popen[bytes], address: str, log_file: Path = LOG, timeout: float = READY_TIMEOUT_S
+) -> None:
     start = shown = time.monotonic()
     while not is_healthy(address):
         now = time.monotonic()
         if process.poll() is not None:
             raise DemoError(f"the server ended with exit status {process.returncode} before it was ready.")
-        if now - start > READY_TIMEOUT_S:
-            raise DemoError(f"the server was not ready within {READY_TIMEOUT_S} s.")
+        if now - start > timeout:
+            raise DemoError(f"the server was not ready within {timeout:.0f} s.")
         if now - shown >= SHOWN_EVERY_S:
             shown = now
             used = f"{cpu_seconds(process.pid):.0f} s of CPU time"  # engines log nothing while they import and compile
-            print(f"  starting, {now - start:3.0f} s, {used}: {last_line()[:140] or '(no log yet)'}", flush=True)
+            print(
+                f"  starting, {now - start:3.0f} s, {used}: {last_line(log_file)[:140] or '(no log yet)'}", flush=True
+            )
         time.sleep(0.25)
     print(f"ready after {time.monotonic() - start:.0f} s", flush=True)
 
@@ -261,20 +265,20 @@ def line_in_use() -> str:
     raise DemoError(f"the server answered, but its log has no line with {IN_USE!r}.")
 
 
-def log_text() -> str:
-    return LOG.read_text(errors="replace") if LOG.exists() else ""
+def log_text(log_file: Path = LOG) -> str:
+    return log_file.read_text(errors="replace") if log_file.exists() else ""
 
 
-def log_lines() -> list[str]:
-    return log_text().splitlines()
+def log_lines(log_file: Path = LOG) -> list[str]:
+    return log_text(log_file).splitlines()
 
 
-def last_line() -> str:
-    return next((line.strip() for line in reversed(log_lines()) if line.strip()), "")
+def last_line(log_file: Path) -> str:
+    return next((line.strip() for line in reversed(log_lines(log_file)) if line.strip()), "")
 
 
-def log_tail() -> str:
-    lines = FRAME.sub("", log_text()).splitlines()
+def log_tail(log_file: Path = LOG) -> str:
+    lines = FRAME.sub("", log_text(log_file)).splitlines()
     return "\n".join([line[:600] for line in lines if not NOISE.match(line)][-25:])
 
 

