@@ -1,7 +1,7 @@
 """Requests to servers with different FP8 backends: tokens per second and GPU, TTFT and TPOT, by `vllm bench serve`.
 
     python -m benchmarks.engine.bench_serve --kind qwen3-48 --out benchmarks/results/bench_serve-<date>.json
-    python -m benchmarks.engine.bench_serve --model DIR --traffic 8k/1k --concurrency 16 --rates 2 8 --apart --out ...
+    python -m benchmarks.engine.bench_serve --model DIR --cells 1k/1k@1,64,256 8k/1k@0.5/s,2/s --apart --out ...
     ... --engine tuned "VLLM_TUNED_CONFIG_FOLDER=/configs --quantization fp8 --moe-backend triton" --out ...
 
 `--kind` is a model with random weights, as in `benchmarks.engine.engine_e2e`; `--model` is a folder with a checkpoint.
@@ -17,15 +17,17 @@ All servers exist at once, and are measured in turns, cell by cell, while the ot
 the GPU: each has its weights and a KV cache of `--kv-gib`, for which many long requests wait. With `--apart` they come
 one after the other, and each has the whole GPU.
 
-A cell is one traffic, tokens of a prompt / of its answer, at a number of concurrent requests, `--waves` times as many
-in total, or at a rate for 30 seconds. A row of the results has the tokens of answers per second and GPU, and the median
-and 99th percentile of the milliseconds to the first token (TTFT) and per token after it (TPOT).
+Cells are one traffic, tokens of a prompt / of its answer, at some loads: `8k/1k@16` has 16 requests at any time, and
+`--waves` times as many in total; `8k/1k@0.5/s` has a new one every two seconds on average, for 30 seconds. A row of the
+results has the tokens of answers per second and GPU, and the median and 99th percentile of the milliseconds to the
+first token (TTFT) and per token after it (TPOT).
 
 The results are rewritten after each cell. A run ends after `--seconds`, and continues an `--out` that exists: rows that
 it has are not measured again. The machine, versions, engines, `--gpus`, `--kv-gib` and `--apart` must be the same.
 """
 
 import argparse
+import itertools
 import json
 import signal
 import sys
@@ -38,9 +40,9 @@ import torch
 from benchmarks import kernels, tables
 from benchmarks.engine.e2e_engine import KINDS
 from benchmarks.engine.engine_e2e import STARTED, checkpoint, progress
-from benchmarks.engine.serve_cells import Cell, CellError, parse_traffic
+from benchmarks.engine.serve_cells import Cell, CellError, parse_cells
 from benchmarks.engine.serve_demo import DemoError
-from benchmarks.engine.serve_engines import ENGINES, MOST_SEQUENCES, Engine, Servers, Settings, parse_engine, started
+from benchmarks.engine.serve_engines import ENGINES, Engine, Servers, Settings, parse_engine, started
 from benchmarks.engine.serve_engines import options as server_options
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import write_report
@@ -49,7 +51,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from warmup.parser import count
 from warmup.report import installed
 
-SHAPES = "1k/1k", "8k/1k", "1k/8k"
+CELLS = "1k/1k@1,16,64,256", "8k/1k@1,16,64", "1k/8k@1,16,64"
 
 
 class Results:
@@ -115,10 +117,8 @@ def options() -> argparse.ArgumentParser:
     what.add_argument("--model", type=Path, help="folder of a checkpoint, in place of --kind")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=[OURS, "vllm"], help="%(default)s")
     parser.add_argument("--engine", nargs=2, action="append", default=[], metavar=("NAME", "TEXT"), help="one more")
-    shapes = [*map(parse_traffic, SHAPES)]
-    parser.add_argument("--traffic", nargs="+", type=parse_traffic, default=shapes, help=f"[{', '.join(SHAPES)}]")
-    parser.add_argument("--concurrency", nargs="*", type=count, default=[1, 16, 64, 256], help="%(default)s")
-    parser.add_argument("--rates", nargs="*", type=float, default=[], help="requests per second")
+    cells = [*map(parse_cells, CELLS)]
+    parser.add_argument("--cells", nargs="+", type=parse_cells, default=cells, help=" ".join(CELLS))
     parser.add_argument("--waves", type=count, default=2, help="requests of a cell over its concurrency; %(default)s")
     parser.add_argument("--apart", action="store_true", help="one server after the other, each with all of the GPU")
     parser.add_argument("--kv-gib", type=count, default=32, help="KV cache of each server; %(default)s")
@@ -134,7 +134,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
         model=args.model or checkpoint(args.kind, args.folder),
         options=[*server_options(kind.options), *["--enforce-eager"] * kind.eager] if kind else [],
-        traffic=args.traffic,
+        traffic=list(dict.fromkeys(cell.traffic for cell in itertools.chain.from_iterable(args.cells))),
         folder=args.folder,
         gpus=args.gpus,
         kv_gib=None if args.apart else args.kv_gib,
@@ -143,10 +143,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def run(args: argparse.Namespace, settings: Settings, engines: dict[str, Engine], results: Results) -> None:
-    cells = [
-        *(Cell(traffic, concurrency=number) for traffic in args.traffic for number in args.concurrency),
-        *(Cell(traffic, rate=rate) for traffic in args.traffic for rate in args.rates),
-    ]
+    cells = list(itertools.chain.from_iterable(args.cells))
     for group in [[name] for name in engines] if args.apart else [[*engines]]:
         todo = [cell for cell in cells if not all(results.has(cell, name) for name in group)]
         if todo:
@@ -158,8 +155,6 @@ def run(args: argparse.Namespace, settings: Settings, engines: dict[str, Engine]
 def main() -> None:
     parser = options()
     args = parser.parse_args()
-    if max(args.concurrency, default=0) > MOST_SEQUENCES:
-        parser.error(f"--concurrency is at most {MOST_SEQUENCES}, as many as a server runs at a time.")
     engines = {name: ENGINES[name] for name in args.engines} | {name: parse_engine(text) for name, text in args.engine}
     settings = settings_of(args)
     try:

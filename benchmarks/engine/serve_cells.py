@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "model"  # its name in requests
+MOST_CONCURRENT = 256  # requests that a server runs at a time
 RATE_SECONDS = 30  # requests at a rate are sent for so long
 
 
@@ -47,16 +48,26 @@ class CellError(Exception):
     """Requests of a cell failed, or had another length than its traffic."""
 
 
-def parse_traffic(text: str) -> Traffic:
-    """
+def parse_cells(text: str) -> list[Cell]:
+    """Parse cells of one traffic, such as `8k/1k@1,16,0.5/s`.
+
     Raises:
-        ArgumentTypeError: these are not two numbers of tokens.
+        ArgumentTypeError: these are no cells, or more requests at a time than `MOST_CONCURRENT`.
     """
-    found = re.fullmatch(r"([1-9]\d*)(k?)/([1-9]\d*)(k?)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"no such traffic: {text!r}; write 8k/1k or 1000/100")
-    prompt, answer = (int(found[i]) * (1024 if found[i + 1] else 1) for i in (1, 3))
-    return Traffic(text, prompt, answer)
+    found = re.fullmatch(r"(([1-9]\d*)(k?)/([1-9]\d*)(k?))@(.+)", text)
+    loads = (
+        [re.fullmatch(r"([1-9]\d*)|((?=.*[1-9])\d+(?:\.\d+)?)/s", load) for load in found[6].split(",")]
+        if found
+        else []
+    )
+    if not found or not all(loads):
+        raise argparse.ArgumentTypeError(f"no such cells: {text!r}; write 8k/1k@1,16 or 1000/100@0.5/s,2/s")
+    prompt, answer = (int(found[i]) * (1024 if found[i + 1] else 1) for i in (2, 4))
+    traffic = Traffic(found[1], prompt, answer)
+    cells = [Cell(traffic, int(load[1])) if load[1] else Cell(traffic, rate=float(load[2])) for load in loads if load]
+    if max(cell.concurrency or 0 for cell in cells) > MOST_CONCURRENT:
+        raise argparse.ArgumentTypeError(f"{text}: a server runs at most {MOST_CONCURRENT} requests at a time")
+    return cells
 
 
 def client_options(address: str, tokenizer: Path, cell: Cell, requests: int) -> list[str]:

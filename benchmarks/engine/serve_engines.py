@@ -16,11 +16,11 @@ import torch
 from benchmarks.checkpoints.tokenizer import write_word_tokenizer
 from benchmarks.engine import e2e_engine
 from benchmarks.engine.engine_e2e import MEMORY
-from benchmarks.engine.serve_cells import MODEL, Cell, CellError, Traffic, measure
+from benchmarks.engine.serve_cells import MODEL, MOST_CONCURRENT, Cell, CellError, Traffic, measure
 from benchmarks.engine.serve_demo import DemoError, free_port, log_tail, server, vllm_command, wait_until_ready
 from benchmarks.engines import read_config
 
-MOST_SEQUENCES, STEP_TOKENS = 256, 8192
+STEP_TOKENS = 8192
 WARM_UP_REQUESTS, WARM_UP_ANSWER = 32, 8  # of each traffic, before a server is measured
 
 
@@ -83,7 +83,7 @@ class Settings:
         command, environment = vllm_command(str(self.model), on_gpu)
         longest = max(traffic.prompt + traffic.answer for traffic in self.traffic)
         command += ["--served-model-name", MODEL, "--tokenizer", str(self.tokenizer), "--max-model-len", str(longest)]
-        command += ["--max-num-seqs", str(MOST_SEQUENCES), "--max-num-batched-tokens", str(STEP_TOKENS)]
+        command += ["--max-num-seqs", str(MOST_CONCURRENT), "--max-num-batched-tokens", str(STEP_TOKENS)]
         command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
         command += ["--tensor-parallel-size", str(self.gpus)]
         if on_gpu:
