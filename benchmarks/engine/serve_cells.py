@@ -81,7 +81,7 @@ def client_options(address: str, tokenizer: Path, cell: Cell, requests: int) -> 
 
 
 def run_client(options: list[str], log: Path, timeout: float) -> dict[str, Any]:
-    """Returns what `vllm bench serve` finds. It runs in this process, because importing vLLM takes ten seconds.
+    """Returns what `vllm bench serve` finds. It runs in this process, which imports vLLM only once.
 
     Raises:
         TimeoutError: it takes longer than `timeout` seconds.

@@ -1,6 +1,7 @@
 """The servers of `benchmarks.engine.bench_serve`: those of `vllm serve`, several at once on one GPU."""
 
 import contextlib
+import importlib
 import json
 import re
 import shlex
@@ -141,6 +142,7 @@ def started(settings: Settings, engines: dict[str, Engine]) -> Iterator[Servers]
             command += ["--host", "127.0.0.1", "--port", str(port)]
             processes[name] = stack.enter_context(server(command, environment, settings.log(name)))
             addresses[name] = f"http://127.0.0.1:{port}"
+        importlib.import_module("vllm.benchmarks.serve")  # takes ten seconds, in which the servers start
         for name, process in processes.items():
             with log_shown(settings.log(name)):
                 wait_until_ready(process, addresses[name], settings.log(name), settings.seconds_left())
