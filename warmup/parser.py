@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from fp8moe_plugin.plan.triton.catalog import GPUS as TRITON_GPUS
 from fp8moe_plugin.settings import NAME
 from warmup.report import installed
-from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_COUNT, MAX_TOKENS, MOST_GPUS, UTILIZATION
+from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_TOKENS, MOST_GPUS, UTILIZATION
+from warmup.values import count, few, positive, share, url
 
 PROGRAM = "fp8moe-warmup"
 COMMANDS = {
@@ -183,14 +184,14 @@ def _add_compare(parser: Parser) -> None:
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="as in vLLM")
     about = "running servers of vLLM or SGLang, on any machine; needs neither an engine nor a GPU here"
     servers = parser.add_argument_group("two servers instead of a --model", about)
-    servers.add_argument("--url", type=_url, metavar="URL", help="server to check, such as http://canary:8000")
-    servers.add_argument("--baseline", type=_url, metavar="URL", help="server to compare it with")
+    servers.add_argument("--url", type=url, metavar="URL", help="server to check, such as http://canary:8000")
+    servers.add_argument("--baseline", type=url, metavar="URL", help="server to compare it with")
     about = "met if all of the 95% interval is within the limit; otherwise, the exit status is 3"
     limits = parser.add_argument_group("limits", about)
     kl = "most KL divergence from BF16, or else from vLLM's fp8, or from the baseline"
-    limits.add_argument("--max-kl", type=_positive, metavar="NATS", help=kl)
+    limits.add_argument("--max-kl", type=positive, metavar="NATS", help=kl)
     speed = "least speed of the first token and of each number of sequences, over vLLM's fp8 or the baseline"
-    limits.add_argument("--min-speed", type=_positive, metavar="RATIO", help=speed)
+    limits.add_argument("--min-speed", type=positive, metavar="RATIO", help=speed)
 
 
 def _add_convert(parser: Parser) -> None:
@@ -210,9 +211,9 @@ def _add_cache(parser: Parser) -> None:
 def _add_explain(parser: Parser) -> None:
     choice = parser.add_argument_group("which split to serve with")
     choice.add_argument("--gpu", type=str.lower, choices=GPUS, help="kind of GPU; h20 is the one of 96 GB")
-    choice.add_argument("--gpus", type=_few, metavar="N", help=f"number of GPUs (default: 1 to {MOST_GPUS})")
+    choice.add_argument("--gpus", type=few, metavar="N", help=f"number of GPUs (default: 1 to {MOST_GPUS})")
     choice.add_argument(
-        "--gpu-memory-utilization", type=_share, metavar="SHARE", help=f"as in vLLM; default: {UTILIZATION}"
+        "--gpu-memory-utilization", type=share, metavar="SHARE", help=f"as in vLLM; default: {UTILIZATION}"
     )
     choice.add_argument("--kv-cache-dtype", choices=CACHE_DTYPES, help="as in vLLM; default: auto, which is BF16")
     longest = "the longest sequence; default: that of config.json"
@@ -259,41 +260,3 @@ def _add_split(parser: Parser) -> None:
     dense = "with DP attention, each GPU holds dense MLPs as a whole"
     sglang.add_argument("--moe-dense-tp-size", type=int, choices=[1], help=dense)
     sglang.add_argument("--ep-size", type=count, metavar="N", help="GPUs with experts of their own; default: 1")
-
-
-def count(text: str) -> int:
-    """Parse a count, such as a number of tokens or GPUs.
-
-    Raises:
-        ArgumentTypeError: it is not a number from 1 to `MAX_COUNT`.
-    """
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_COUNT}")
-    return int(text)
-
-
-def _few(text: str) -> int:
-    number = count(text)
-    if number > MOST_GPUS:
-        raise argparse.ArgumentTypeError(f"{number} is more than {MOST_GPUS}")
-    return number
-
-
-def _share(text: str) -> float:
-    return _positive(text, 1, "a number above 0 and up to 1")
-
-
-def _positive(text: str, most: float = float(MAX_COUNT), what: str = "a number above 0") -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0
-    if not 0 < number <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return number
-
-
-def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")) or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://canary:8000")
-    return text

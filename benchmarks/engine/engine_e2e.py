@@ -64,8 +64,8 @@ from fp8moe_plugin.compare import turns
 from fp8moe_plugin.compare.cells import Cell
 from fp8moe_plugin.compare.process import EngineProcess
 from fp8moe_plugin.errors import UnsupportedError
-from warmup.parser import count
 from warmup.report import installed
+from warmup.values import count
 
 ANSWERED = 128  # prompts
 MEMORY = 0.9  # of the GPU, for all engines together

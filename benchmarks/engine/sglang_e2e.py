@@ -43,8 +43,8 @@ from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare.cells import SHORT, Cell, Clock, longest
 from fp8moe_plugin.compare.process import EngineProcess
-from warmup.parser import count
 from warmup.report import installed
+from warmup.values import count
 
 ENGINES: dict[str, dict[str, Any]] = {  # arguments of SGLang's engine
     OURS: {"quantization": "fp8moe"},
