@@ -96,8 +96,13 @@ class Settings(BaseModel):
         "does not support stays with the engine, as does gpt-oss, and one line of the log says why. `0`: only with "
         "`--quantization fp8moe`.",
     )
+    tuning: Path | None = Field(
+        None,
+        description="File of `fp8moe-warmup tune` with thresholds for this GPU. Not used, with a warning, on another "
+        "GPU or by another version of the plugin.",
+    )
 
-    @field_validator("bundle", "cache_dir")
+    @field_validator("bundle", "cache_dir", "tuning")
     @classmethod
     def _has_no_variables(cls, path: Path | None) -> Path | None:
         """systemd, Docker and YAML files pass `$HOME/x` on as it is, which would be a folder named `$HOME`."""

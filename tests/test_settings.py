@@ -39,7 +39,7 @@ def test_a_value_that_is_not_allowed_is_refused(name: str, value: str, allowed: 
         settings()
 
 
-@pytest.mark.parametrize("field", ["cache_dir", "bundle"])
+@pytest.mark.parametrize("field", ["cache_dir", "bundle", "tuning"])
 @pytest.mark.parametrize("path", ["$HOME/x", "${HOME}/x", "/data/$(USER)"])
 def test_a_path_with_a_variable_is_refused(field: str, path: str) -> None:
     name = f"FP8MOE_{field.upper()}"
@@ -70,6 +70,7 @@ def test_a_misspelt_variable_costs_one_warning(plugin_log: pytest.LogCaptureFixt
         "PRINT_CONFIGS",
         "ROUTER",
         "TAKE_FP8",
+        "TUNING",
     )
     known = ", ".join(f"FP8MOE_{field}" for field in fields)
     assert plugin_log.messages == [f"fp8moe: unknown variables are ignored: FP8MOE_BACKED. Known are {known}"]

@@ -17,6 +17,7 @@ from benchmarks.layer.ep_peers import PEERS
 from fp8moe_plugin.bench.layer import random_routing, random_weights
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.layers.kernels import kernels_backend
 from fp8moe_plugin.layers.window import open_group_window, window_refusal
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8
 from fp8moe_plugin.ops.push import push_moe
@@ -111,7 +112,8 @@ class Layer:
     @cached_property
     def window(self) -> Window:
         group, experts = self.group, self.experts
-        if refusal := window_refusal(group.cpu, experts.hidden, group.device):
+        tuning = kernels_backend(self.owners).tuning
+        if refusal := window_refusal(group.cpu, experts.hidden, group.device, tuning):
             raise UnsupportedError(f"push needs GPUs that reach each other's memory. There is {refusal}.")
         sizes = self._most_rows, experts.hidden, experts.topk
         return open_group_window(dist.group.WORLD, group.cpu, *sizes, group.device, PATIENCE_S)

@@ -10,6 +10,7 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows
+from fp8moe_plugin.plan.gpu_tuning import GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output
 
@@ -49,6 +50,7 @@ class Backend(Protocol):
         limits_multiprocessors: its GEMMs use at most the given number of multiprocessors.
         reads_partial_k_blocks: operands of GEMMs may end within a K block.
         zeroes_ungrouped_rows: a grouped GEMM writes zeros to rows of no group.
+        tuning: the thresholds of its plans.
     """
 
     name: str
@@ -57,6 +59,11 @@ class Backend(Protocol):
     limits_multiprocessors: bool
     reads_partial_k_blocks: bool
     zeroes_ungrouped_rows: bool
+    tuning: GpuTuning
+
+    def tuned(self, tuning: GpuTuning) -> "Backend":
+        """Returns the backend with this tuning. One whose plans have other thresholds returns itself."""
+        ...
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
         """Returns why the kernels cannot compute this layer where rows arrive so, or None if they can."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fp8moe_plugin.layers.all_to_all import place_refusal
 from fp8moe_plugin.ops.window import Window, open_window
+from fp8moe_plugin.plan.gpu_tuning import GpuTuning
 from fp8moe_plugin.plan.sm90.push import push_refusal, window_layout
 
 logger = logging.getLogger("fp8moe")
@@ -19,13 +20,14 @@ PATIENCE_S = 600  # as NCCL; longer than one rank compiles or loads while the ot
 CLOCK_HZ = 2e9  # of a multiprocessor at most
 
 
-def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device) -> str | None:
+def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device, tuning: GpuTuning) -> str | None:
     """Returns why the ranks of this group cannot store into each other's memory, or None if they can.
 
     Every rank calls it, and gets the same answer.
 
     Args:
         group: of the CPU (gloo).
+        tuning: of this rank's plans, which decide the format of tokens.
     """
     if refusal := push_refusal(group.size(), hidden):
         return refusal
@@ -35,8 +37,12 @@ def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device) 
     gpus = [uuid for _, uuid in places]
     visible = (torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count()))
     peers = [i for i, uuid in enumerate(visible) if str(uuid) in gpus and i != device.index]
-    reaches: list[Any] = [None] * group.size()
-    dist.all_gather_object(reaches, all(torch.cuda.can_device_access_peer(device, i) for i in peers), group)
+    found: list[Any] = [None] * group.size()
+    reached = all(torch.cuda.can_device_access_peer(device, i) for i in peers)
+    dist.all_gather_object(found, (reached, tuning), group)
+    reaches, tunings = zip(*found, strict=True)
+    if len(set(tunings)) > 1:
+        return "a group whose ranks have different thresholds (FP8MOE_TUNING), and would choose other formats"
     return place_refusal(places, reaches)
 
 

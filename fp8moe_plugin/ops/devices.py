@@ -20,6 +20,7 @@ from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Backend
 from fp8moe_plugin.launches.backends import BACKENDS, choose_backend
+from fp8moe_plugin.launches.tuning_file import tuning_of
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.option_checks import check_int
 from fp8moe_plugin.plan.keys import SM90
@@ -220,4 +221,5 @@ def _gpu(device: torch.device) -> Gpu | None:
         why = "FP8MOE_BACKEND=reference" if settings().backend == "reference" else f"device {device} is no GPU"
         logger.warning("fp8moe: the plain-torch reference serves device %s (%s); it is slow", device, why)
         return None
-    return Gpu(device.index, torch.cuda.get_device_properties(device).multi_processor_count, backend)
+    gpu = torch.cuda.get_device_properties(device)
+    return Gpu(device.index, gpu.multi_processor_count, backend.tuned(tuning_of(gpu.name)))

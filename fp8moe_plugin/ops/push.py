@@ -84,7 +84,7 @@ def run_push_moe(
     device = devices.sm90_device_of(out)
     if device is None:
         raise UnsupportedError("push_moe has no reference: it needs the GPUs of a group. Call fused_moe.")
-    step = plan_push(facts.spec, window.ranks, rows, device.multiprocessors)
+    step = plan_push(facts.spec, window.ranks, rows, device.multiprocessors, device.backend.tuning)
     run = prepared_push(device, step, window.layout, facts.tokens, facts.ids_64)
     scratch = workspace.scratch(step.scratch.nbytes, out)
     run((*addresses, scratch.data_ptr(), owners.data_ptr(), window.memory.data_ptr()))

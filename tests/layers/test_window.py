@@ -1,10 +1,14 @@
 """The windows of a group, as far as they need no GPU."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from fp8moe_plugin.layers import window
 from fp8moe_plugin.layers.all_to_all import place_refusal, windows
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.tuning import EP_WINDOW_BYTES
 
 
@@ -34,3 +38,21 @@ def test_places_of_ranks_that_cannot_store(places: list[tuple[str, int]], reache
 def test_a_window_is_no_larger_than_its_limit() -> None:
     assert windows(8, 8193, 2, 7168, 8).rows == 4097
     assert 0.99 * EP_WINDOW_BYTES < windows(8, 8192, 1, 7168, 8).nbytes <= EP_WINDOW_BYTES
+
+
+@pytest.mark.parametrize(("peers", "agree"), [(UNTUNED, True), (GpuTuning(small_batch_bytes=0), False)])
+def test_ranks_with_other_thresholds_do_not_push(
+    monkeypatch: pytest.MonkeyPatch, peers: GpuTuning, agree: bool
+) -> None:
+    def gather(found: list[Any], mine: tuple[Any, Any], group: object) -> None:
+        found[:] = [mine, ("here", "1") if mine[0] == "here" else (True, peers)]
+
+    monkeypatch.setattr(window.dist, "all_gather_object", gather)
+    monkeypatch.setattr(window.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
+    gpu = lambda device: SimpleNamespace(uuid=getattr(device, "index", device))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpu)
+    refusal = window.window_refusal(SimpleNamespace(size=lambda: 2), 7168, torch.device("cuda", 0), UNTUNED)
+    differ = "a group whose ranks have different thresholds (FP8MOE_TUNING), and would choose other formats"
+    assert refusal == (None if agree else differ)

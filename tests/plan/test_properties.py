@@ -15,6 +15,7 @@ from fp8moe_plugin.launches.backend import Plan
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.launches.operands import LAYER_SLOTS, Rows, Weights
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.scratch import PIECE, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK
@@ -51,6 +52,14 @@ def specs(draw: st.DrawFn) -> LayerSpec:
 
 
 gpus = st.sampled_from((132, 114, 78, 1))  # SMs: H100 SXM and H200, H100 PCIe, H20; and the least set_num_sms leaves
+
+tunings = st.just(UNTUNED) | st.builds(
+    GpuTuning,
+    few_rows_per_expert=st.integers(0, 200),
+    small_batch_bytes=st.sampled_from((0, 2**28, 2**40)),
+    early_below=st.sampled_from((0, 64, 256, 2**20)),
+    spare_multiprocessors=st.integers(0, 140),
+)
 
 
 def pieces(plan: Plan) -> dict[str, int]:
@@ -144,7 +153,7 @@ def test_a_layer(
 ) -> None:
     target = data.draw(targets)
     shape, rows = spec.shape, tokens * spec.shape.topk
-    plan = BACKENDS[target].plan_layer(spec, tokens, sms)
+    plan = BACKENDS[target].tuned(data.draw(tunings)).plan_layer(spec, tokens, sms)
     launches, at = plan.launches(LAYER_SLOTS, ids_64), LAYER_SLOTS
     room = dict(zip((at.w13, at.w2), weight_bytes(shape), strict=True)) | {at.hidden_states: tokens * shape.hidden}
     kernels = BACKENDS[target].layer_kernels(spec, Arrival.QUANTIZED if spec.quantized else Arrival.STANDARD)
@@ -169,11 +178,11 @@ def test_a_layer(
 
 
 @many
-@given(spec=specs(), tokens=scaled(2**16), sms=gpus)
-def test_a_layer_on_sm90(spec: LayerSpec, tokens: int, sms: int) -> None:
+@given(spec=specs(), tokens=scaled(2**16), sms=gpus, tuning=tunings)
+def test_a_layer_on_sm90(spec: LayerSpec, tokens: int, sms: int, tuning: GpuTuning) -> None:
     """What kernels that wait for each other rely on: enough SMs for all blocks, equal counters, whole K blocks."""
     shape, rows = spec.shape, tokens * spec.shape.topk
-    plan = BACKENDS[SM90].plan_layer(spec, tokens, sms)
+    plan = BACKENDS[SM90].tuned(tuning).plan_layer(spec, tokens, sms)
     launches = {launch.key.source: launch for launch in plan.launches(LAYER_SLOTS, False)}
     if "down_small_batch" in launches:
         assert not spec.batch_invariant
@@ -210,7 +219,7 @@ def test_batched_experts(
 ) -> None:
     target = data.draw(targets)
     shape, rows = spec.shape, spec.shape.local_experts * max_m
-    plan = BACKENDS[target].plan_batched(spec, max_m, expected_m, sms)
+    plan = BACKENDS[target].tuned(data.draw(tunings)).plan_batched(spec, max_m, expected_m, sms)
     x = Rows(X, rows, shape.hidden, X_SCALES, max_m, scale_pitch(rows))
     weights = Weights.of_experts(spec, W13, W13_SCALES, W2, W2_SCALES, W13_BIAS, W2_BIAS)
     launches = plan.launches(x, *weights, LAYOUT, OUT, SCRATCH)
@@ -239,7 +248,8 @@ def test_a_batch_invariant_layer_has_the_same_sums_at_any_number_of_tokens(
     """Triton's sums depend on the tile; those of the kernels in csrc only on how K is split."""
     target = data.draw(targets)
     spec = spec._replace(batch_invariant=True)
-    plans = [BACKENDS[target].plan_layer(spec, count, sms) for count in tokens]
+    backend = BACKENDS[target].tuned(data.draw(tunings))
+    plans = [backend.plan_layer(spec, count, sms) for count in tokens]
     launches = [launch for plan in plans for launch in plan.launches(LAYER_SLOTS, False)]
     assert named(launches, "splits") <= {1}
     assert not any(launch.key.source.endswith("small_batch") for launch in launches)
@@ -287,7 +297,7 @@ def test_a_grouped_gemm(
     targets: st.SearchStrategy[str], data: st.DataObject, groups: int, max_m: int, n: int, k: int, sms: int
 ) -> None:
     target = data.draw(targets)
-    backend, n, k, rows = BACKENDS[target], 128 * n, 128 * k, groups * max_m
+    backend, n, k, rows = BACKENDS[target].tuned(data.draw(tunings)), 128 * n, 128 * k, groups * max_m
     kinds = [GroupedBy.INDICES, GroupedBy.COUNTS, *([GroupedBy.ENDS] if backend.has_all_ops else [])]
     grouping = Grouping(data.draw(st.sampled_from(kinds)))
     plan = backend.plan_grouped(grouping, rows, groups, n, k, data.draw(scaled(max_m)), sms)

@@ -12,6 +12,7 @@ from fp8moe_plugin.launches.sm90.gemm import dense_launches
 from fp8moe_plugin.launches.sm90.grouped import grouped_launches
 from fp8moe_plugin.launches.sm90.layer import batched_launches, layer_launches
 from fp8moe_plugin.launches.sm90.quantize import quantize_rows_launch, silu_mul_quant_launch
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90 import dense, grouped, kernel_sets, layer
 from fp8moe_plugin.plan.sm90.catalog import FEW_ROWS_ONLY
@@ -28,6 +29,12 @@ class Sm90:
     limits_multiprocessors = True
     reads_partial_k_blocks = True
     zeroes_ungrouped_rows = True
+
+    def __init__(self, tuning: GpuTuning = UNTUNED) -> None:
+        self.tuning = tuning
+
+    def tuned(self, tuning: GpuTuning) -> "Sm90":
+        return self if tuning == self.tuning else Sm90(tuning)
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
         if arrival is Arrival.BATCHED and spec.weights in FEW_ROWS_ONLY:
@@ -51,20 +58,20 @@ class Sm90:
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019  # a backend lives as long as the process
     def plan_layer(self, spec: LayerSpec, tokens: int, multiprocessors: int) -> Plan:
-        step = layer.plan_layer(spec, tokens, multiprocessors)
+        step = layer.plan_layer(spec, tokens, multiprocessors, self.tuning)
         starts_before_ids = isinstance(step, layer.SmallBatchStep)
         return Plan(step, step.scratch.nbytes, functools.partial(layer_launches, step), starts_before_ids)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
-        plan = grouped.plan_batched(spec, max_m, expected_m, multiprocessors)
+        plan = grouped.plan_batched(spec, max_m, expected_m, multiprocessors, self.tuning)
         return shared_plan(plan, batched_launches)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_grouped(
         self, grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
     ) -> Plan:
-        plan = grouped.plan_grouped(grouping, rows, groups, n, k, expected_m, multiprocessors)
+        plan = grouped.plan_grouped(grouping, rows, groups, n, k, expected_m, multiprocessors, self.tuning)
         return shared_plan(plan, grouped_launches, grouping)
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019

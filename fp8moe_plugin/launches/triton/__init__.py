@@ -10,6 +10,7 @@ from fp8moe_plugin.launches.backend import PLANS, Plan, shared_plan
 from fp8moe_plugin.launches.operands import Rows
 from fp8moe_plugin.launches.triton.kernels import triton_quantize_launch, triton_silu_mul_quant_launch
 from fp8moe_plugin.launches.triton.layer import batched_launches, dense_launches, grouped_launches, layer_launches
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 from fp8moe_plugin.plan.triton import kernel_sets, plans
@@ -24,9 +25,13 @@ class Triton:
     limits_multiprocessors = False
     reads_partial_k_blocks = False
     zeroes_ungrouped_rows = False
+    tuning = UNTUNED
 
     def __init__(self, target: str) -> None:
         self.target = target
+
+    def tuned(self, tuning: GpuTuning) -> "Triton":
+        return self
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
         if arrival is Arrival.PUSHED:

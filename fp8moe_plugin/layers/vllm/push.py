@@ -73,7 +73,7 @@ def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
     if backend is None or backend.target != SM90:
         return NO_KERNELS
     group = get_ep_group()
-    return window_refusal(group.cpu_group, experts.spec.shape.hidden, layer.expert_map.device)
+    return window_refusal(group.cpu_group, experts.spec.shape.hidden, layer.expert_map.device, backend.tuning)
 
 
 # By group: another engine of the process has another one. Calls of layers of equal sizes follow each other in a stream.

@@ -4,15 +4,14 @@ from dataclasses import dataclass
 
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import (
-    EARLY_BELOW,
     EARLY_FROM,
-    FEW_ROWS_PER_EXPERT,
     K_BLOCKS_PER_SETUP,
     KEEP_B_UP_TO,
     MULTIPROCESSORS,
@@ -44,34 +43,47 @@ class BatchedPlan:
 
 
 def plan_grouped(
-    grouping: Grouping, rows: int, groups: int, n: int, k: int, expected_m: int, multiprocessors: int
+    grouping: Grouping,
+    rows: int,
+    groups: int,
+    n: int,
+    k: int,
+    expected_m: int,
+    multiprocessors: int,
+    tuning: GpuTuning = UNTUNED,
 ) -> GroupedPlan:
     """Returns the plan for `[rows, k]` activations in at most `groups` groups, and `[groups, n, k]` weights.
 
     Args:
         rows: the rows of all groups, including rows without a result.
         expected_m: rows per group on average; unused where each row has the index of its group.
-        multiprocessors: of the GPU.
+        multiprocessors, tuning: of the GPU.
     """
     if grouping.kind is GroupedBy.INDICES:
         scratch = grouped_scratch(rows, rows, MANY_ROWS.rows, indexed=True)
         return GroupedPlan(grouped_key(MANY_ROWS), multiprocessors, MANY_ROWS, 1, scratch)
-    tile = FEW_ROWS if expected_m <= FEW_ROWS_PER_EXPERT else MANY_ROWS
+    tile = FEW_ROWS if expected_m <= tuning.few_rows_per_expert else MANY_ROWS
     columns = columns_at_once(rows, groups, n, k) if tile.streams_weights else 1
     scratch = grouped_scratch(rows, groups, tile.rows, indexed=False)
     return GroupedPlan(grouped_key(tile), multiprocessors, tile, columns, scratch)
 
 
-def plan_batched(spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int = MULTIPROCESSORS) -> BatchedPlan:
+def plan_batched(
+    spec: LayerSpec,
+    max_m: int,
+    expected_m: int,
+    multiprocessors: int = MULTIPROCESSORS,
+    tuning: GpuTuning = UNTUNED,
+) -> BatchedPlan:
     """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
     tile, intermediate = MANY_ROWS, spec.shape.intermediate
     return BatchedPlan(
         spec=spec,
         gate_up=gate_up_key(spec, gather=False),
-        down=grouped_key(tile, keeps_b(expected_m, intermediate), spec.weights, spec.bias),
+        down=grouped_key(tile, keeps_b(expected_m, intermediate, tuning), spec.weights, spec.bias),
         blocks=multiprocessors,
         tile=tile,
-        pdl_down=down_uses_pdl(expected_m, intermediate),
+        pdl_down=down_uses_pdl(expected_m, intermediate, tuning),
         scratch=batched_scratch(spec.shape.local_experts, max_m, intermediate, tile.rows),
     )
 
@@ -85,7 +97,7 @@ def grouped_key(
     return grouped_gemm_key(Output.BF16, keep_b=keep_b, weights=weights, bias=bias)
 
 
-def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:
+def down_uses_pdl(rows_per_expert: float, intermediate: int, tuning: GpuTuning) -> bool:
     """Returns whether GEMM 2 starts early (PDL), on SMs where GEMM 1 has no tiles left.
 
     For the kernels for many rows. With narrow experts and many rows, GEMM 2 instead takes its tiles in a fixed
@@ -94,17 +106,17 @@ def down_uses_pdl(rows_per_expert: float, intermediate: int) -> bool:
     Args:
         rows_per_expert: on average over the experts of all ranks.
     """
-    narrow_and_many = intermediate < EARLY_FROM and rows_per_expert >= EARLY_BELOW
-    return not narrow_and_many or keeps_b(rows_per_expert, intermediate)
+    narrow_and_many = intermediate < EARLY_FROM and rows_per_expert >= tuning.early_below
+    return not narrow_and_many or keeps_b(rows_per_expert, intermediate, tuning)
 
 
-def keeps_b(rows_per_expert: float, intermediate: int) -> bool:
+def keeps_b(rows_per_expert: float, intermediate: int, tuning: GpuTuning) -> bool:
     """Returns whether each block of GEMM 2 takes a run of row tiles of the same columns and loads their weights once.
 
     For the kernels for many rows. This is faster if K is short, so that most bytes that a tile loads are weights,
     and if experts have enough rows for long runs.
     """
-    return intermediate <= KEEP_B_UP_TO and rows_per_expert >= EARLY_BELOW
+    return intermediate <= KEEP_B_UP_TO and rows_per_expert >= tuning.early_below
 
 
 def columns_at_once(rows: int, groups: int, n: int, k: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import (
     FEW_ROWS_ONLY,
@@ -43,12 +44,9 @@ from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile, route_ch
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
-    FEW_ROWS_PER_EXPERT,
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
-    SMALL_BATCH_BYTES,
-    SPARE_MULTIPROCESSORS,
     SPLIT_BYTES,
     TILES_PER_CLUSTER,
 )
@@ -99,33 +97,35 @@ class SortedStep:
 StepPlan = SmallBatchStep | SortedStep
 
 
-def plan_layer(spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESSORS) -> StepPlan:
+def plan_layer(
+    spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESSORS, tuning: GpuTuning = UNTUNED
+) -> StepPlan:
     """Returns the plan of a step of `tokens` tokens, at least 1.
 
     Args:
-        multiprocessors: of the GPU.
+        multiprocessors, tuning: of the GPU.
     """
     shape = spec.shape
     only_sorted = spec.batch_invariant or any(spec.further_steps) or spec.quantized
-    padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens)
+    padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens, tuning)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
-        return small_batch_step(spec, tokens, padded_tokens, multiprocessors)
-    few_rows = spec.weights in FEW_ROWS_ONLY or tokens <= few_rows_tokens(spec)
-    return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors)
+        return small_batch_step(spec, tokens, padded_tokens, multiprocessors, tuning)
+    few_rows = spec.weights in FEW_ROWS_ONLY or tokens <= few_rows_tokens(spec, tuning)
+    return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors, tuning)
 
 
-def few_rows_tokens(spec: LayerSpec) -> int:
+def few_rows_tokens(spec: LayerSpec, tuning: GpuTuning = UNTUNED) -> int:
     """Returns the largest number of tokens for which a layer uses the kernels for few rows, which stream the weights.
 
     With more tokens, too many experts have more rows than a tile of FEW_ROWS and load their weights twice.
     """
-    return FEW_ROWS_PER_EXPERT * spec.shape.global_experts // spec.shape.topk
+    return tuning.few_rows_per_expert * spec.shape.global_experts // spec.shape.topk
 
 
 # ---- small batches -------------------------------------------------------------------------------------------------
 
 
-def small_batch_tokens(spec: LayerSpec, tokens: int) -> int:
+def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
     """Returns the padded token count (8 or 16), or 0 if the small-batch path does not apply.
 
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
@@ -140,7 +140,7 @@ def small_batch_tokens(spec: LayerSpec, tokens: int) -> int:
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
-    if nbytes * pairs * local_experts / global_experts > SMALL_BATCH_BYTES or spec.weights in FEW_ROWS_ONLY:
+    if nbytes * pairs * local_experts / global_experts > tuning.small_batch_bytes or spec.weights in FEW_ROWS_ONLY:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
     if tokens <= fewer:
@@ -154,7 +154,9 @@ def small_batch_fits(shape: MoeShape, padded_tokens: int, multiprocessors: int) 
     return max(2 * gate_up_cluster(padded_tokens, shape.hidden), shape.hidden // GROUP) <= multiprocessors
 
 
-def small_batch_step(spec: LayerSpec, tokens: int, padded_tokens: int, multiprocessors: int) -> SmallBatchStep:
+def small_batch_step(
+    spec: LayerSpec, tokens: int, padded_tokens: int, multiprocessors: int, tuning: GpuTuning = UNTUNED
+) -> SmallBatchStep:
     """Returns the plan of a step of at most `padded_tokens` tokens for the small-batch kernels."""
     shape = spec.shape
     cluster = gate_up_cluster(padded_tokens, shape.hidden)
@@ -164,7 +166,7 @@ def small_batch_step(spec: LayerSpec, tokens: int, padded_tokens: int, multiproc
         tokens=tokens,
         padded_tokens=padded_tokens,
         cluster=cluster,
-        clusters=gate_up_clusters(tiles, multiprocessors, cluster),
+        clusters=gate_up_clusters(tiles, multiprocessors, cluster, tuning),
         down_splits=down_splits(shape.hidden, padded_tokens, multiprocessors),
         gate_up=gate_up_small_batch_key(spec, padded_tokens, cluster),
         down=down_small_batch_key(spec, padded_tokens, cluster),
@@ -178,14 +180,14 @@ def gate_up_cluster(padded_tokens: int, hidden: int) -> int:
     return min(cluster for cluster in clusters if hidden <= SMALL_BATCH_K_BLOCKS * GROUP * cluster)
 
 
-def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int) -> int:
+def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int, tuning: GpuTuning = UNTUNED) -> int:
     """Returns how many clusters of gate_up_small_batch share at most `tiles` tiles.
 
     With many tiles, there are fewer blocks than SMs: the GPCs do not divide evenly into clusters, so the last clusters
     would share SMs with others. With few tiles per cluster, sharing costs less than another wave of tiles.
     """
     clusters = max(multiprocessors // cluster, 2)
-    fewer = max(clusters - SPARE_MULTIPROCESSORS // cluster, 1)
+    fewer = max(clusters - tuning.spare_multiprocessors // cluster, 1)
     return min(tiles, clusters if tiles <= TILES_PER_CLUSTER * clusters else fewer)
 
 
@@ -203,7 +205,13 @@ def down_splits(hidden: int, padded_tokens: int, multiprocessors: int = MULTIPRO
 # ---- steps whose rows are sorted by expert -------------------------------------------------------------------------
 
 
-def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: int = MULTIPROCESSORS) -> SortedStep:
+def sorted_step(
+    spec: LayerSpec,
+    tokens: int,
+    tile: RowTile,
+    multiprocessors: int = MULTIPROCESSORS,
+    tuning: GpuTuning = UNTUNED,
+) -> SortedStep:
     """Returns the plan of a step whose rows are cut into such tiles."""
     shape = spec.shape
     topk, hidden, intermediate, local_experts, global_experts = shape
@@ -213,7 +221,7 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
     may_split = few_rows and not spec.batch_invariant and spec.weights not in FEW_ROWS_ONLY
     splits = k_splits(rows, shape) if may_split else 1
     counters = row_counters(intermediate, splits)
-    keep_b = not few_rows and keeps_b(rows_per_expert, intermediate)
+    keep_b = not few_rows and keeps_b(rows_per_expert, intermediate, tuning)
     return SortedStep(
         spec=spec,
         tokens=tokens,
@@ -224,7 +232,7 @@ def sorted_step(spec: LayerSpec, tokens: int, tile: RowTile, multiprocessors: in
         gathers=gathers,
         k_splits=splits,
         row_counters=counters,
-        pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate),
+        pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate, tuning),
         keep_b=keep_b,
         columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
         quantize=_quantize_key(spec, gathers),

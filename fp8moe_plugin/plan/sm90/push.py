@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.scratch import offsets
 from fp8moe_plugin.plan.sm90.catalog import (
@@ -94,14 +95,14 @@ class PushStep:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int) -> PushStep:
-    """Returns the plan of a step of up to `rows` tokens on each of the ranks, at least 1."""
+def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int, tuning: GpuTuning = UNTUNED) -> PushStep:
+    """Returns the plan of a step of up to `rows` tokens on each of the ranks, at least 1; they have one tuning."""
     tokens, hidden = ranks * rows, spec.shape.hidden
     # Ranks store tokens in one format, though some may have an expert less: the rank with most experts decides.
     share = spec.shape._replace(local_experts=largest_share(spec.shape.global_experts, ranks))
-    of_share = plan_layer(spec._replace(shape=share), tokens, multiprocessors)
+    of_share = plan_layer(spec._replace(shape=share), tokens, multiprocessors, tuning)
     small = isinstance(of_share, SmallBatchStep)  # its kernels quantize tokens, and sum up each token's experts
-    layer = plan_layer(spec._replace(quantized=not small), tokens, multiprocessors)
+    layer = plan_layer(spec._replace(quantized=not small), tokens, multiprocessors, tuning)
     return PushStep(
         spec=spec,
         ranks=ranks,

@@ -1,0 +1,113 @@
+"""The file of `fp8moe-warmup tune`, which FP8MOE_TUNING names: the tuning of a kind of GPU, and what it gained."""
+
+import logging
+import os
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.quoting import shown_text
+from fp8moe_plugin.settings import settings
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+class MadeFor(BaseModel):
+    """What the file of any version has: the GPU and the version that it is for."""
+
+    gpu: str  # name
+    version: str  # of the plugin
+
+
+class TunedStep(BaseModel):
+    """A measured step whose plan the tuning changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layer: str
+    tokens: int
+    default_us: float  # microseconds of one layer without the tuning
+    us: float
+
+
+class TuningFile(MadeFor):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tuning: GpuTuning
+    steps: int  # that were measured
+    changed: list[TunedStep]
+
+
+def plugin_version() -> str:
+    return metadata.version("fp8moe-plugin")
+
+
+def tuning_path() -> Path | None:
+    path = settings().tuning
+    return Path(os.path.expanduser(path)) if path else None  # noqa: PTH111  (Path.expanduser raises without a home)
+
+
+def tuning_of(gpu: str) -> GpuTuning:
+    """Returns the tuning of a GPU of this name: that of FP8MOE_TUNING, or the defaults.
+
+    The defaults, with a warning in the log, also apply if the file is for another GPU or version. A deployment may
+    update the plugin before its settings, and another version's kernels were measured.
+
+    Raises:
+        UnsupportedError: see `read_tuning`.
+    """
+    path = tuning_path()
+    if path is None:
+        return UNTUNED
+    found, named = read_tuning(path, gpu), f"FP8MOE_TUNING={shown_text(path)}"
+    if isinstance(found, str):
+        log_once(logging.WARNING, f"{named} is not used: {found}. Run `fp8moe-warmup tune` on this GPU")
+        return UNTUNED
+    log_once(logging.INFO, f"{named}: {tuning_text(found.tuning)}")
+    return found.tuning
+
+
+def read_tuning(path: Path, gpu: str) -> TuningFile | str:
+    """Returns the content of a tuning file, or why it is not for a GPU of this name and this version of the plugin.
+
+    Raises:
+        UnsupportedError: it cannot be read, or `fp8moe-warmup tune` of this version did not write it.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UnsupportedError(
+            f"FP8MOE_TUNING is {shown_text(path)}, which cannot be read: {error.strerror}. Correct or unset it."
+        ) from error
+    made_for, version = _parsed(MadeFor, content, path), plugin_version()
+    if (made_for.gpu, made_for.version) != (gpu, version):
+        kind, of_file = shown_text(made_for.gpu), shown_text(made_for.version)
+        return f"it is for {kind} and version {of_file} of the plugin, and this is {shown_text(gpu)} and {version}"
+    return _parsed(TuningFile, content, path)
+
+
+def _parsed(kind: type[Kind], content: bytes, path: Path) -> Kind:
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        raise UnsupportedError(
+            f"FP8MOE_TUNING is {shown_text(path)}, which `fp8moe-warmup tune` did not write: "
+            f"{shown_text(where + first['msg'])}. Write it again, or unset the variable."
+        ) from error
+
+
+def tuning_text(tuning: GpuTuning) -> str:
+    """Returns the values of a tuning in one line, with the defaults of those that differ."""
+    defaults = asdict(UNTUNED)
+    return ", ".join(
+        f"{name} {value}" + (f" (default {defaults[name]})" if value != defaults[name] else "")
+        for name, value in asdict(tuning).items()
+    )

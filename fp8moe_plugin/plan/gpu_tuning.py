@@ -1,0 +1,19 @@
+"""The constants of plan/tuning.py that depend on the GPU, and that `fp8moe-warmup tune` measures on the one at hand."""
+
+from pydantic import ConfigDict, NonNegativeInt
+from pydantic.dataclasses import dataclass
+
+from fp8moe_plugin.plan.tuning import EARLY_BELOW, FEW_ROWS_PER_EXPERT, SMALL_BATCH_BYTES, SPARE_MULTIPROCESSORS
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class GpuTuning:
+    """The values for a kind of GPU. The defaults were measured on an H200; see the constants of these names."""
+
+    few_rows_per_expert: NonNegativeInt = FEW_ROWS_PER_EXPERT
+    small_batch_bytes: NonNegativeInt = SMALL_BATCH_BYTES
+    early_below: NonNegativeInt = EARLY_BELOW
+    spare_multiprocessors: NonNegativeInt = SPARE_MULTIPROCESSORS
+
+
+UNTUNED = GpuTuning()

@@ -1,0 +1,148 @@
+"""The thresholds of a GPU: the file that FP8MOE_TUNING names, and the plans that follow from it."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.launches.tuning_file import TuningFile, tuning_of
+from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops import devices
+from fp8moe_plugin.plan import tuning
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.plan.keys import HOPPER, SM90
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, plan_layer
+from fp8moe_plugin.plan.sm90.push import plan_push
+from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, MoeShape
+from tests import helpers as h
+
+H200 = "NVIDIA H200"
+TUNED = GpuTuning(few_rows_per_expert=56, small_batch_bytes=0, early_below=96, spare_multiprocessors=0)
+WIDE, NARROW = LayerSpec(MoeShape(8, 7168, 2048, 256, 256)), LayerSpec(MoeShape(8, 7168, 256, 256, 256))
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged_before() -> Iterator[None]:
+    log_once.cache_clear()
+    yield
+    log_once.cache_clear()
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    file = TuningFile(gpu=H200, version=metadata.version("fp8moe-plugin"), tuning=TUNED, steps=3, changed=[])
+    return file.model_dump(mode="json") | changes
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps(content()))
+    with h.environment("FP8MOE_TUNING", str(path)):
+        yield path
+
+
+def test_the_defaults_are_the_constants() -> None:
+    assert asdict(UNTUNED) == {name: getattr(tuning, name.upper()) for name in asdict(UNTUNED)}
+    assert BACKENDS[SM90].tuning == UNTUNED
+    assert tuning_of(H200) == UNTUNED
+
+
+def test_a_file_for_this_gpu_is_used_and_logged(path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
+    plugin_log.set_level(logging.INFO, "fp8moe")
+    assert tuning_of(H200) == TUNED
+    values = "few_rows_per_expert 56 (default 40), small_batch_bytes 0 (default 805306368), "
+    values += "early_below 96 (default 192), spare_multiprocessors 0 (default 8)"
+    assert plugin_log.messages == [f"fp8moe: FP8MOE_TUNING={path}: {values}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"gpu": "NVIDIA H20"}, "it is for NVIDIA H20 and version "),
+        ({"version": "0.0.1"}, "it is for NVIDIA H200 and version 0.0.1 of the plugin, and this is NVIDIA H200 and "),
+        ({"version": "9.0", "tuning": {"of_the_future": 1}, "more": 1}, "it is for NVIDIA H200 and version 9.0 "),
+    ],
+)
+def test_a_file_for_others_leaves_the_defaults(
+    path: Path, plugin_log: pytest.LogCaptureFixture, changes: dict[str, Any], found: str
+) -> None:
+    path.write_text(json.dumps(content(**changes)))
+    assert tuning_of(H200) == tuning_of(H200) == UNTUNED
+    (line,) = plugin_log.messages
+    assert line.startswith(f"fp8moe: FP8MOE_TUNING={path} is not used: {found}")
+    assert line.endswith("Run `fp8moe-warmup tune` on this GPU")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Invalid JSON"),
+        ("[]", "Input should be an object"),
+        ("{}", "gpu: Field required"),
+        (json.dumps(content(more=1)), "more: Extra inputs are not permitted"),
+        (json.dumps(content(tuning={"few_rows": 1})), "tuning: few_rows: Unexpected keyword argument"),
+        (json.dumps(content(tuning={"early_below": -1})), "tuning: early_below: Input should be greater than"),
+        (json.dumps(content(tuning={"early_below": 1.5})), "tuning: early_below: Input should be a valid integer"),
+    ],
+)
+def test_a_file_that_tune_did_not_write_is_refused(path: Path, text: str, why: str) -> None:
+    path.write_text(text)
+    with pytest.raises(UnsupportedError, match=f"which `fp8moe-warmup tune` did not write: '?{why}") as caught:
+        tuning_of(H200)
+    assert str(caught.value).endswith("Write it again, or unset the variable.")
+
+
+def test_a_file_that_is_missing_is_refused(path: Path) -> None:
+    path.unlink()
+    with pytest.raises(UnsupportedError, match=f"{path}, which cannot be read: No such file or directory. Correct or"):
+        tuning_of(H200)
+
+
+def test_plans_follow_the_tuning() -> None:
+    default, tuned = BACKENDS[SM90], BACKENDS[SM90].tuned(TUNED)
+    assert tuned.tuning == TUNED
+    assert isinstance(default.plan_layer(NARROW, 8, 132).choices, SmallBatchStep)
+    assert not isinstance(tuned.plan_layer(NARROW, 8, 132).choices, SmallBatchStep)
+    for rows, few in ((40, (True, True)), (56, (False, True)), (57, (False, False))):
+        plans = [backend.plan_layer(WIDE, 32 * rows, 132).choices for backend in (default, tuned)]
+        assert tuple(plan.tile.streams_weights for plan in plans) == few
+        grouped = [
+            backend.plan_grouped(Grouping(GroupedBy.COUNTS), 128 * 32, 32, 4096, 7168, rows, 132).choices
+            for backend in (default, tuned)
+        ]
+        assert tuple(plan.tile.streams_weights for plan in grouped) == few
+    keeps = [backend.plan_layer(NARROW, 32 * 128, 132).choices.keep_b for backend in (default, tuned)]
+    assert keeps == [False, True]
+    batched = [backend.plan_batched(NARROW, 512, 128, 132).choices.down for backend in (default, tuned)]
+    assert len(set(batched)) == 2
+    clusters = [plan_layer(NARROW, 16, 132, GpuTuning(spare_multiprocessors=spare)).clusters for spare in (0, 8)]
+    assert clusters == [16, 15]
+    assert isinstance(plan_push(NARROW, 4, 2, 132).layer, SmallBatchStep)
+    assert not isinstance(plan_push(NARROW, 4, 2, 132, TUNED).layer, SmallBatchStep)
+
+
+def test_plans_of_both_do_not_mix() -> None:
+    assert BACKENDS[SM90].tuned(UNTUNED) is BACKENDS[SM90]
+    assert BACKENDS["sm_89"].tuned(TUNED) is BACKENDS["sm_89"]
+    plans = [BACKENDS[SM90].tuned(each).plan_layer(NARROW, 1, 132) for each in (UNTUNED, TUNED, UNTUNED)]
+    assert plans[0] is plans[2]
+    assert plans[0] is not plans[1]
+
+
+def test_the_file_decides_for_a_gpu_with_its_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    for name, found in ((H200, TUNED), ("NVIDIA H20", UNTUNED)):
+        gpu = SimpleNamespace(name=name, multi_processor_count=78)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
+        device = devices._gpu.__wrapped__(torch.device("cuda", 0))
+        assert device is not None
+        assert device.backend.tuning == found
