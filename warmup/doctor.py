@@ -7,21 +7,19 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import CacheError, Fp8MoeError
 from fp8moe_plugin.jit import cache, sequence, toolchain, wheel
 from fp8moe_plugin.jit.bundle import read_bundle
 from fp8moe_plugin.jit.compiler import compiler_version, nvrtc_release, nvrtc_version
 from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan.keys import SM90
-from fp8moe_plugin.quoting import shell_word, shown_text
+from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
 from warmup import all_to_all, diagnosis, engines, kernels, needs
-from warmup.diagnosis import Diagnosis, Driver, Gpu, KernelCache
+from warmup.diagnosis import Diagnosis, Driver, KernelCache
 from warmup.model import check_split, read_checkpoint
 from warmup.options import Options
 from warmup.report import Finding, KernelReport, Report, State, installed
-from warmup.target import GPUS
 from warmup.terminal import fit
 
 CHECKED_FOLDERS = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
@@ -249,22 +247,7 @@ def _model(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Fin
     yield from needs.findings(model, report.diagnosis)
     yield from all_to_all.findings(model, options.parallel, options.max_tokens, report.diagnosis.gpus)
     if report.diagnosis.gpus:
-        yield from _memory(model, options, report.diagnosis.gpus)
-
-
-def _memory(model: Model, options: Options, gpus: list[Gpu]) -> Iterator[Finding]:
-    """Refuse a split whose weights are larger than a GPU."""
-    from warmup.memory import weight_bytes
-
-    smallest, weights = min(gpus, key=lambda gpu: gpu.memory_bytes), weight_bytes(model, options.parallel)
-    if weights < smallest.memory_bytes:
-        return
-    kind = next((kind for kind in GPUS if kind in smallest.name.lower()), None)
-    found = f"{options.parallel} gives a GPU {weights / 1e9:.1f} GB of weights, but GPU {smallest.ordinal} has only "
-    found += f"{smallest.memory_bytes / 1e9:.1f} GB"
-    command = f"fp8moe-warmup explain --model {shell_word(options.model or '')} --gpu {kind}"
-    advice = f"Run `{command}`: it shows the splits that fit." if kind else None
-    yield Finding(subject="memory", found=found, ok=None if model.unknown_family else False, advice=advice)
+        yield from needs.memory_findings(model, options, report.diagnosis.gpus)
 
 
 def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Packages that vLLM needs for a model besides this plugin: they compile kernels of vLLM's own."""
+"""What a model needs here besides this plugin: packages that compile kernels of vLLM's own, and memory."""
 
 import importlib.util
 import os
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import Model
-from warmup.diagnosis import Diagnosis
+from fp8moe_plugin.quoting import shell_word
+from warmup.diagnosis import Diagnosis, Gpu
+from warmup.options import Options
 from warmup.report import Finding
+from warmup.target import GPUS
 
 
 class Need(NamedTuple):
@@ -53,6 +56,21 @@ def findings(model: Model, facts: Diagnosis) -> Iterator[Finding]:
         yield Finding(subject="packages", found=found, ok=False, advice="Run `pip check`, and install what vLLM lacks.")
     else:
         yield Finding(subject="packages", found=said, ok=True)
+
+
+def memory_findings(model: Model, options: Options, gpus: list[Gpu]) -> Iterator[Finding]:
+    """Refuse a split whose weights are larger than a GPU."""
+    from warmup.memory import weight_bytes
+
+    smallest, weights = min(gpus, key=lambda gpu: gpu.memory_bytes), weight_bytes(model, options.parallel)
+    if weights < smallest.memory_bytes:
+        return
+    kind = next((kind for kind in GPUS if kind in smallest.name.lower()), None)
+    found = f"{options.parallel} gives a GPU {weights / 1e9:.1f} GB of weights, but GPU {smallest.ordinal} has only "
+    found += f"{smallest.memory_bytes / 1e9:.1f} GB"
+    command = f"fp8moe-warmup explain --model {shell_word(options.model or '')} --gpu {kind}"
+    advice = f"Run `{command}`: it shows the splits that fit." if kind else None
+    yield Finding(subject="memory", found=found, ok=None if model.unknown_family else False, advice=advice)
 
 
 def has_nvcc() -> bool:
