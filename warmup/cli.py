@@ -181,6 +181,16 @@ def bench(options: Options, report: Report) -> bool:
     return True
 
 
+def tune(options: Options, report: Report) -> bool:
+    from warmup import tune as tuner
+
+    assert options.out
+    report.tune = tuner.measure(options, _checked_model(options, report), _progress)
+    print(tuner.text(report.tune))
+    tuner.write(report.tune, options.out)
+    return True
+
+
 def compare(options: Options, report: Report) -> bool:
     from fp8moe_plugin.bench.result import check_plot
     from fp8moe_plugin.compare.plot import plot
@@ -231,6 +241,7 @@ RUN = {
     "bundle": compile_kernels,
     "doctor": doctor,
     "bench": bench,
+    "tune": tune,
     "compare": compare,
     "convert": convert,
     "cache": empty_cache,

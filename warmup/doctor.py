@@ -15,7 +15,7 @@ from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
-from warmup import all_to_all, diagnosis, engines, kernels, needs
+from warmup import all_to_all, diagnosis, engines, kernels, needs, tune
 from warmup.diagnosis import Diagnosis, Driver, KernelCache
 from warmup.model import check_split, read_checkpoint
 from warmup.options import Options
@@ -40,6 +40,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
         "bundle": _bundle,
         "wheel": lambda facts: _wheel(facts, options.kernels),
         "GPU": _gpu,
+        "tuning": tune.findings,
     }
     for subject, look in looks.items():
         found += _look(subject, lambda look=look: look(facts))  # type: ignore[misc]

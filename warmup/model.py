@@ -27,7 +27,7 @@ UNKNOWN_FORMAT = (
     "config.json has no expert_dtype, and there are no weights to look into: the experts may be in MXFP4 or in block "
     "FP8. The kernels for both are included"
 )
-OF_OUR_KERNELS = ("bench", "convert")  # commands
+OF_OUR_KERNELS = ("bench", "tune", "convert")  # commands
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 

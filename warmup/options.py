@@ -16,7 +16,7 @@ from fp8moe_plugin.plan.triton.catalog import GPUS as TRITON_GPUS
 from fp8moe_plugin.quoting import shown
 from warmup.model import is_folder
 from warmup.parser import Parser, parsers, with_command
-from warmup.target import BUNDLE, MAX_TOKENS, NODE, UTILIZATION, Target
+from warmup.target import BUNDLE, MAX_TOKENS, NODE, TUNING, UTILIZATION, Target
 
 CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MAX_GPUS = 4096
@@ -96,7 +96,7 @@ def parse(arguments: list[str] | None) -> Options:
         json=given.json,
         tokens=tuple(given.tokens) if given.tokens else None,
         plot=given.plot,
-        out=given.out,
+        out=_tuning_file(given) or given.out,
         target=_target(parser, given, longest, parallel),
         bf16=given.bf16,
         text=given.text,
@@ -178,7 +178,7 @@ def _check_engine(parser: Parser, given: argparse.Namespace) -> None:
 def _check_files(parser: Parser, given: argparse.Namespace) -> None:
     read = given.command == "verify"
     report: Path | None = None if given.json == STDOUT else given.json
-    for path in (report, None if read else given.bundle, given.plot):
+    for path in (report, None if read else given.bundle, given.plot, _tuning_file(given)):
         refusal = _refusal(path) if path else None
         if refusal:
             parser.error(f"{str(path)!r} cannot be written: {refusal}")
@@ -189,10 +189,15 @@ def _check_files(parser: Parser, given: argparse.Namespace) -> None:
             parser.error(f"--json and {name} are the same file, {str(report)!r}: choose another report file")
 
 
+def _tuning_file(given: argparse.Namespace) -> Path | None:
+    """Returns the file that `tune` writes, None for other commands."""
+    return given.out or TUNING if given.command == "tune" else None
+
+
 def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
     """Files that a report must not overwrite: other outputs of the command, and its possible inputs."""
     bundle = given.bundle or (BUNDLE if given.command == "bundle" else None)
-    for name, path in (("--bundle", bundle), ("--plot", given.plot)):
+    for name, path in (("--bundle", bundle), ("--plot", given.plot), ("--out", _tuning_file(given))):
         if path:
             yield name, path
     # Unusable settings, folders and checkpoints are reported later by the command itself.

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from fp8moe_plugin.plan.triton.catalog import GPUS as TRITON_GPUS
 from fp8moe_plugin.settings import NAME
 from warmup.report import installed
-from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_TOKENS, MOST_GPUS, UTILIZATION
+from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_TOKENS, MOST_GPUS, TUNING, UTILIZATION
 from warmup.values import count, few, positive, share, url
 
 PROGRAM = "fp8moe-warmup"
@@ -21,6 +21,7 @@ COMMANDS = {
     "bundle": "compile what is missing, and write all kernels to one archive for FP8MOE_BUNDLE",
     "doctor": "check the cache, versions, settings, GPU and model, and show what serving would refuse",
     "bench": "time the layer against vLLM's backends; needs a Hopper GPU and vLLM",
+    "tune": "measure thresholds of the plans on this Hopper GPU, for FP8MOE_TUNING; takes about a minute",
     "compare": "compare a checkpoint with vLLM's own fp8, or two running servers: accuracy and speed, against limits",
     "convert": "convert an unquantized checkpoint to block FP8, with the bytes of quantizing it at load time",
     "cache": "show the kernel cache, delete what this version does not use (--prune), or all of it (--clear)",
@@ -37,6 +38,7 @@ EXAMPLES = {
     "bundle": ["bundle --model /models/DeepSeek-V3 --tp 8 --bundle kernels.tar"],
     "doctor": ["doctor --model /models/DeepSeek-V3 --tp 8", "doctor --json -    # for a support ticket"],
     "bench": ["bench --model /models/DeepSeek-V3 --tp 8 --plot layer.svg"],
+    "tune": ["tune --model /models/DeepSeek-V3 --tp 8 --out tuning.json"],
     "compare": [
         "compare --model Qwen/Qwen3-30B-A3B-FP8 --bf16 Qwen/Qwen3-30B-A3B --plot compare.svg",
         "compare --url http://canary:8000 --baseline http://stable:8000 --max-kl 0.01 --min-speed 0.95",
@@ -124,7 +126,7 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     if name == "cache":
         _add_cache(parser)
         return parser
-    default = "" if needs_model else " (default: all existing kernels)"
+    default = "" if needs_model else f" (default: {'standard layers' if name == 'tune' else 'all existing kernels'})"
     parser.add_argument("--model", help=f"folder of a checkpoint, or its id on the Hugging Face hub{default}")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument("--download-dir", type=Path, metavar="DIR", help="where downloads are kept")
@@ -164,6 +166,14 @@ def _add_bundle(parser: Parser) -> None:
 def _add_bench(parser: Parser) -> None:
     parser.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to measure")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
+
+
+def _add_tune(parser: Parser) -> None:
+    parser.description = (
+        "Time the layer with each plan that thresholds choose between, and write the fastest ones for\n"
+        "this GPU to a file. Without --model, for layers of DeepSeek-V3 and Qwen3-30B-A3B."
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"file to write (default: {TUNING})")
 
 
 def _add_compare(parser: Parser) -> None:
@@ -238,6 +248,7 @@ ADD: dict[str, Callable[[Parser], None]] = {
     "verify": _add_verify,
     "bundle": _add_bundle,
     "bench": _add_bench,
+    "tune": _add_tune,
     "compare": _add_compare,
     "convert": _add_convert,
 }

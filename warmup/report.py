@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fp8moe_plugin.bench.result import BenchResult
 from fp8moe_plugin.compare.result import CompareResult
 from fp8moe_plugin.jit.atomic import write_file
+from fp8moe_plugin.launches.tuning_file import TuningFile
 from fp8moe_plugin.plan.keys import SM90
 from warmup.diagnosis import Diagnosis
 
@@ -222,6 +223,7 @@ class Report(Part):
     doctor: list[Finding] = []
     diagnosis: Diagnosis | None = None  # the facts behind the doctor's findings
     bench: BenchResult | None = None
+    tune: TuningFile | None = None
     compare: CompareResult | None = None
     warnings: list[str] = []
     error: str | None = None

@@ -8,6 +8,7 @@ from fp8moe_plugin.jit import lookup
 
 GIB = 1 << 30
 BUNDLE = Path(lookup.BUNDLE)
+TUNING = Path("fp8moe-tuning.json")
 MAX_TOKENS = 8192  # of a step: the engines' default for a server on Hopper GPUs
 MAX_COUNT = 1 << 20
 NODE = 8  # GPUs connected by NVLink

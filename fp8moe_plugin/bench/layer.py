@@ -211,15 +211,21 @@ def make_case(
     stored: WeightFormat = FP8_BLOCK,
 ) -> Case:
     """Returns random tokens with another routing for each call in a graph, so that few weights are still in L2."""
-    device = weights.w13[0].device
-    x = torch.randn(tokens, experts.hidden, generator=_seeded(tokens, device), device=device).bfloat16()
-    calls = 16 if tokens <= 128 else 4 if tokens <= 1024 else 1
-    seeds = (SEED + tokens + 100_000 * call for call in range(calls))
-    routings = [random_routing(_seeded(seed, device), tokens, experts, skew) for seed in seeds]
-    busy = sum(ids.unique().numel() for _, ids in routings) / calls
+    x, routings = random_step(experts, tokens, weights.w13[0].device, skew)
+    busy = sum(ids.unique().numel() for _, ids in routings) / len(routings)
     first, topk_weights, ids = (part[:REFERENCE_TOKENS] for part in (x, *routings[0]))
     expected = float32_layer(weights, first, topk_weights, ids, activation, stored)
     return Case(x, routings, expected, floor_us(experts, tokens, busy))
+
+
+def random_step(
+    experts: Experts, tokens: int, device: torch.device, skew: float = 0.0
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Returns random tokens, and a routing for each call in a graph."""
+    x = torch.randn(tokens, experts.hidden, generator=_seeded(tokens, device), device=device).bfloat16()
+    calls = 16 if tokens <= 128 else 4 if tokens <= 1024 else 1
+    seeds = (SEED + tokens + 100_000 * call for call in range(calls))
+    return x, [random_routing(_seeded(seed, device), tokens, experts, skew) for seed in seeds]
 
 
 def _seeded(seed: int, device: torch.device) -> torch.Generator:

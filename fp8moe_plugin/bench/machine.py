@@ -9,8 +9,8 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.plan.keys import HOPPER
 
 
-def check_machine() -> None:
-    """Raise `UnsupportedError` unless this process sees a Hopper GPU and vLLM."""
+def check_gpu() -> None:
+    """Raise `UnsupportedError` unless this process sees a Hopper GPU."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability != HOPPER:
         found = "compute capability {}.{}".format(*capability) if capability else "no usable GPU"
@@ -18,6 +18,11 @@ def check_machine() -> None:
             f"The benchmark needs a Hopper GPU (compute capability 9.0: H100, H200, H20), but torch found {found}. "
             "Run it on the machine that serves, with a CUDA build of torch."
         )
+
+
+def check_machine() -> None:
+    """Raise `UnsupportedError` unless this process sees a Hopper GPU and vLLM."""
+    check_gpu()
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedError(
             "The benchmark compares with vLLM's own backends, and vLLM is not installed here. "

@@ -1,0 +1,125 @@
+"""The thresholds that are chosen from measured times. The times here are made up."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from fp8moe_plugin.bench import tune
+from fp8moe_plugin.bench.tune import LAYERS, THRESHOLDS
+from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.plan.keys import SM90
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
+
+SMS = 132
+QWEN3 = "Qwen3-30B-A3B"
+
+
+def tuned(us: Callable[[str, int, object], float]) -> tune.Tuned:
+    """Returns the tuning for a GPU on which a step of a layer by a plan takes so many microseconds."""
+
+    def clock(name: str, tokens: int, plans: Sequence[Plan]) -> list[float]:
+        return [us(name, tokens, plan.choices) for plan in plans]
+
+    return tune.tune(LAYERS, SMS, clock, lambda line: None)
+
+
+def rows_per_expert(name: str, tokens: int) -> float:
+    shape = LAYERS[name].shape
+    return tokens * shape.topk / shape.global_experts
+
+
+def is_few(plan: object) -> bool:
+    return not isinstance(plan, SmallBatchStep) and plan.tile.streams_weights
+
+
+def test_each_threshold_has_steps_and_its_default() -> None:
+    assert {threshold.field for threshold in THRESHOLDS} == asdict(UNTUNED).keys()
+    for threshold in THRESHOLDS:
+        assert getattr(UNTUNED, threshold.field) in threshold.values
+        ends = [GpuTuning(**{threshold.field: value}) for value in (threshold.values[0], threshold.values[-1])]
+        assert any(
+            len({BACKENDS[SM90].tuned(end).plan_layer(spec, tokens, SMS).choices for end in ends}) == 2
+            for spec in LAYERS.values()
+            for tokens in threshold.steps(spec.shape)
+        )
+
+
+def test_times_that_do_not_differ_leave_the_defaults() -> None:
+    found = tuned(lambda name, tokens, plan: float(tokens))
+    assert found.tuning == UNTUNED
+    assert found.steps == 54
+    assert found.changed == []
+
+
+def test_noise_leaves_the_defaults() -> None:
+    gen = random.Random(0)
+    assert tuned(lambda name, tokens, plan: tokens * gen.uniform(0.996, 1.004)).tuning == UNTUNED
+
+
+@pytest.mark.parametrize("most", [8, 24, 64, 128])
+def test_the_crossover_of_few_and_many_rows_is_found(most: int) -> None:
+    def us(name: str, tokens: int, plan: object) -> float:
+        right = isinstance(plan, SmallBatchStep) or is_few(plan) == (rows_per_expert(name, tokens) <= most)
+        return 90 if right else 100
+
+    found = tuned(us)
+    assert found.tuning == GpuTuning(few_rows_per_expert=most)
+    changed = {(step.layer, rows_per_expert(step.layer, step.tokens)) for step in found.changed}
+    between = {rows for rows in tune.ROWS if (rows <= most) != (rows <= UNTUNED.few_rows_per_expert)}
+    assert changed == {(name, rows) for name in LAYERS for rows in between}
+    assert all((step.default_us, step.us) == (100, 90) for step in found.changed)
+
+
+@pytest.mark.parametrize("mib", [0, 256, 2048])
+def test_the_bytes_of_small_batches_are_found(mib: int) -> None:
+    def us(name: str, tokens: int, plan: object) -> float:
+        shape = LAYERS[name].shape
+        nbytes = 3 * shape.intermediate * shape.hidden * tokens * shape.topk
+        return 90 if isinstance(plan, SmallBatchStep) == (nbytes <= mib << 20) else 100
+
+    assert tuned(us).tuning == GpuTuning(small_batch_bytes=mib << 20)
+
+
+def test_a_gain_for_one_layer_is_not_bought_with_a_loss_of_another() -> None:
+    def us(name: str, tokens: int, plan: object) -> float:
+        gains = is_few(plan) and 40 < rows_per_expert(name, tokens) <= 64
+        return 100 - 20 * gains if name != QWEN3 else 100 + 2 * gains
+
+    assert tuned(us).tuning == UNTUNED
+
+
+def test_clusters_that_find_no_room_are_left_out() -> None:
+    def us(name: str, tokens: int, plan: object) -> float:
+        if not isinstance(plan, SmallBatchStep):
+            return 100
+        return 95 if plan.clusters * plan.cluster > SMS - 8 else 98
+
+    assert tuned(us).tuning.spare_multiprocessors == 0
+
+
+def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match=r"needs a Hopper GPU.*torch found no usable GPU"):
+        tune.GpuClock(LAYERS)
+
+
+def test_experts_that_stay_in_mxfp4_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "check_gpu", lambda: None)
+    with pytest.raises(UnsupportedError, match="the experts are in packed MXFP4"):
+        tune.GpuClock({"layer": LAYERS[QWEN3]._replace(weights=PACKED_MXFP4)})
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_times_of_each_plan() -> None:
+    clock = tune.GpuClock({QWEN3: LAYERS[QWEN3]})
+    ends = UNTUNED, GpuTuning(small_batch_bytes=0), GpuTuning(small_batch_bytes=0, few_rows_per_expert=0)
+    plans = [BACKENDS[SM90].tuned(end).plan_layer(LAYERS[QWEN3], 8, clock.multiprocessors) for end in ends]
+    times = clock(QWEN3, 8, plans)
+    assert all(20 < us < 2000 for us in times), times

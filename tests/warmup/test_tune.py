@@ -1,0 +1,123 @@
+"""`tune` with made-up times, the file that it writes, and what `doctor` says of it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from fp8moe_plugin.bench import tune as measurement
+from fp8moe_plugin.launches.backend import Plan
+from fp8moe_plugin.launches.tuning_file import TuningFile, tuning_of
+from fp8moe_plugin.plan.gpu_tuning import GpuTuning
+from fp8moe_plugin.plan.spec import LayerSpec
+from tests import helpers as h
+from tests.jit.conftest import set_variables
+from warmup import diagnosis
+from warmup.__main__ import main
+from warmup.diagnosis import Driver, Gpu
+from warmup.report import Report
+
+H200 = "NVIDIA H200"
+HOPPER = {"compute_capability": "9.0", "memory_bytes": 1, "served": True, "backend": "sm90", "refusal": None}
+
+
+class Clock:
+    """Of a GPU on which the kernels for few rows are the faster ones."""
+
+    gpu, multiprocessors = H200, 132
+
+    def __init__(self, specs: Mapping[str, LayerSpec]) -> None:
+        self.specs = specs
+
+    def __call__(self, name: str, tokens: int, plans: Sequence[Plan]) -> list[float]:
+        return [
+            80.0 if getattr(getattr(plan.choices, "tile", None), "streams_weights", True) else 100 for plan in plans
+        ]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Returns the folder in which the command runs."""
+    monkeypatch.setattr(measurement, "GpuClock", Clock)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_file_is_what_the_setting_names(clock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--json", "report.json"]) == 0
+    path = clock / "fp8moe-tuning.json"
+    file = TuningFile.model_validate_json(path.read_bytes())
+    assert Report.model_validate_json((clock / "report.json").read_bytes()).tune == file
+    assert file.tuning == GpuTuning(few_rows_per_expert=128)
+    with h.environment("FP8MOE_TUNING", str(path)):
+        assert tuning_of(H200) == file.tuning
+    printed = capsys.readouterr()
+    assert "few_rows_per_expert: 128\n" in printed.err
+    assert "few_rows_per_expert    128 (default 40)\n" in printed.out
+    assert "early_below            192 (the default)\n" in printed.out
+    assert "DeepSeek-V3 --tp 8    4096    100.0   80.0            0.800\n" in printed.out
+    assert printed.out.endswith(f"Serve with FP8MOE_TUNING={path}, on every rank.\n")
+    assert max(map(len, printed.out.splitlines()[:-1])) <= 100
+
+
+def test_a_models_own_layer_is_measured(
+    clock: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(measurement, "GpuClock", lambda specs: seen.append(specs) or Clock(specs))
+    assert main(["tune", "--model", str(checkpoint("DeepSeek-V3")), "--tp", "8", "--out", "other.json"]) == 0
+    ((name, spec),) = seen[0].items()
+    assert name == "DeepseekV3ForCausalLM --tp 8"
+    assert spec.shape == (8, 7168, 256, 256, 256)
+    assert {step.layer for step in TuningFile.model_validate_json(Path("other.json").read_bytes()).changed} == {name}
+
+
+@pytest.mark.parametrize("out", ["nowhere/tuning.json", "folder"])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    clock: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    (clock / "folder").mkdir()
+    with pytest.raises(SystemExit):
+        main(["tune", "--out", out])
+    assert "cannot be written: " in capsys.readouterr().err
+
+
+def test_the_report_does_not_overwrite_the_file(clock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--json", "fp8moe-tuning.json"])
+    assert "--json and --out are the same file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [[H200, H200], ["NVIDIA H20"], []])
+def test_the_doctor_says_whether_the_file_is_used(
+    clock: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    assert main(["tune"]) == 0
+    gpus = [Gpu(ordinal=i, name=name, **HOPPER) for i, name in enumerate(names)]
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), gpus))
+    path = clock / "fp8moe-tuning.json"
+    set_variables(monkeypatch, FP8MOE_TUNING=str(path))
+    main(["doctor"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tuning: " in line]
+    used = {
+        H200: f"ok     tuning: {path}: few_rows_per_expert 128 (default 40), ",
+        "NVIDIA H20": f"       tuning: {path} is not used: it is for NVIDIA H200 ",
+    }
+    assert [line.startswith(used[name]) for line, name in zip(lines, dict.fromkeys(names), strict=True)] == [
+        True
+    ] * len(set(names))
+
+
+def test_a_file_of_something_else_is_wrong(
+    clock: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = clock / "fp8moe-tuning.json"
+    path.write_text(json.dumps({"gpu": H200}))
+    gpus = [Gpu(ordinal=0, name=H200, **HOPPER)]
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), gpus))
+    set_variables(monkeypatch, FP8MOE_TUNING=str(path))
+    assert main(["doctor"]) == 1
+    assert (
+        f"WRONG  tuning: FP8MOE_TUNING is {path}, which `fp8moe-warmup tune` did not write" in capsys.readouterr().out
+    )
