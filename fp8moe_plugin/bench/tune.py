@@ -82,18 +82,23 @@ def tune(
         multiprocessors: of the GPU.
         report_progress: called with one line per threshold.
     """
-    tuning = UNTUNED
+    tuning, timed = UNTUNED, set[tuple[str, int]]()
+
+    def noting_clock(name: str, tokens: int, plans: Sequence[Plan]) -> list[float]:
+        timed.add((name, tokens))
+        return clock(name, tokens, plans)
+
     for threshold in THRESHOLDS:
-        tuning = replace(tuning, **{threshold.field: _fastest(threshold, tuning, specs, multiprocessors, clock)})
-        report_progress(f"{threshold.field}: {getattr(tuning, threshold.field)}")
-    steps = {(name, tokens) for each in THRESHOLDS for name in specs for tokens in each.steps(specs[name].shape)}
+        value = _fastest(threshold, tuning, specs, multiprocessors, noting_clock)
+        tuning = replace(tuning, **{threshold.field: value})
+        report_progress(f"{threshold.field}: {value}")
     changed = []
-    for name, tokens in sorted(steps):
+    for name, tokens in sorted(timed):
         plans = [Sm90(each).plan_layer(specs[name], tokens, multiprocessors) for each in (UNTUNED, tuning)]
         if plans[0].choices != plans[1].choices:
             default_us, us = clock(name, tokens, plans)
             changed.append(TunedStep(layer=name, tokens=tokens, default_us=round(default_us, 2), us=round(us, 2)))
-    return Tuned(tuning, len(steps), changed)
+    return Tuned(tuning, len(timed), changed)
 
 
 def _fastest(

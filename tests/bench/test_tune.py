@@ -54,7 +54,7 @@ def test_each_threshold_has_steps_and_its_default() -> None:
 def test_times_that_do_not_differ_leave_the_defaults() -> None:
     found = tuned(lambda name, tokens, plan: float(tokens))
     assert found.tuning == UNTUNED
-    assert found.steps == 54
+    assert found.steps == 50
     assert found.changed == []
 
 
