@@ -203,6 +203,34 @@ def load_of(row: Row) -> tuple[str, int | None, float | None]:
     return row["traffic"], row.get("concurrency"), row.get("rate")
 
 
+def expert_parallel(found: Row) -> str:
+    """Returns a table of layers whose experts are on several GPUs: microseconds, and those of others over push's."""
+
+    def cells(row: Row) -> list[str]:
+        (peer,) = row["peers"].values()
+        columns = [row[name] for name in ("layer", "nccl", "nccl_fp8")] + [peer, row["push"]]
+        return [
+            row["shape"],
+            f"{row['tokens_per_rank']:,}",
+            *(f"{us:.0f}" for us in columns),
+            *(f"{us / row['push']:.2f}" for us in (row["nccl"], peer)),
+        ]
+
+    (peer,) = found["rows"][0]["peers"]
+    header = [
+        "shape",
+        "tokens per GPU",
+        "layer",
+        "NCCL",
+        "NCCL, e4m3",
+        peer,
+        "push",
+        "NCCL over push",
+        "peer over push",
+    ]
+    return table(header, (cells(row) for row in found["rows"]))
+
+
 def sglang_layer(found: Row) -> str:
     """Returns a table of a layer in SGLang: microseconds by backend of the experts, and the best peer's over ours."""
     rows = [row for row in found["rows"] if "us" in row]
@@ -306,6 +334,7 @@ TABLES = {
     "layer": Table(("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"), layers),
     "layer-h100": Table(("moe_layer-h100-2026-11-26",), layers),
     "models-h100": Table(("models_layer-2026-11-26",), models),
+    "expert-parallel": Table(("ep_layer-4_gpus-2026-11-27",), expert_parallel),
     "layer-skewed": Table(("moe_layer-skew-2026-11-23",), layers),
     "dense-decode-gemm": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="gemm_us", cell=times)),
     "dense-decode-linear": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="linear_us", cell=times)),

@@ -48,7 +48,7 @@ class Settings(BaseModel):
         "engine",
         description="Under vLLM with expert and data parallelism on one host, how tokens reach the experts of other "
         "GPUs. `engine`: by vLLM's all-to-all. `push`: our kernels store tokens and sums into the memory of the other "
-        "GPUs, over NVLink. Experimental: it has not run on GPUs yet.",
+        "GPUs, over NVLink. Experimental.",
     )
     fallback: Literal["allow", "forbid"] = Field(
         "allow",
