@@ -16,6 +16,7 @@
 // The table's counters are used, but for short tiles only with `balance`: a fixed order is faster. Claims keep tiles
 // that start together consecutive although some are shorter, and blocks that started late take fewer. In each mode the
 // entry of the next tile is fetched 3 K blocks before the end of this one (kFetchAhead).
+// kBlockM: how groups are cut, see RowTiles.
 template <int kBlockM, int kTilesAtOnce = 1>
 struct TileQueue {
     static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // K blocks
@@ -69,7 +70,7 @@ struct TileQueue {
         int end = __shfl_sync(~0u, part, 2), first = __shfl_sync(~0u, part, 3);
         RowTiles tiles(end - begin, kBlockM);
         int local = index - first * column_tiles, band_begin = 0, band_count = tiles.count;
-        if (kBlockM == kManyRowsTile && kTilesAtOnce == 1 && tiles.count > band) {
+        if (kBlockM != kFewRowsTile && kTilesAtOnce == 1 && tiles.count > band) {
             band_begin = local / (band * column_tiles) * band;
             band_count = min(band, tiles.count - band_begin);
             local -= band_begin * column_tiles;

@@ -30,7 +30,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) ->
     at = placed(step.scratch, tensors.scratch)
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
     routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
-    route = route_launches(ids, at.expert_counts, routing, routed, step.tile.rows, step.row_counters)
+    route = route_launches(ids, at.expert_counts, routing, routed, step.tile.cut, step.row_counters)
     tiles = routed if step.pdl_down else Tiles(at.table, at.num_tiles)
     x, quantize = _rows_of_tokens(step, tensors, at)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
@@ -121,7 +121,7 @@ def batched_launches(
     shared = tiles if plan.pdl_down else Tiles(at.table, at.num_tiles)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     return [
-        tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.rows),
+        tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.cut),
         gate_up_launch(plan.gate_up, plan.blocks, x, w13, inner, shared, plan.spec.activation.numbers),
         grouped_gemm_launch(plan.down, plan.blocks, inner, w2, out, shared, pdl=plan.pdl_down),
     ]

@@ -17,16 +17,14 @@ class Routing(NamedTuple):
     num_rows: Address  # int32 [1]
 
 
-def route_launches(
-    ids: Ids, counts: Address, out: Routing, tiles: Tiles, tile_rows: int, row_counters: int
-) -> list[Launch]:
+def route_launches(ids: Ids, counts: Address, out: Routing, tiles: Tiles, cut: int, row_counters: int) -> list[Launch]:
     """Returns the launches that give each pair a row: the rows of an expert are consecutive, in the order of tokens.
 
     An id out of range (-1) gets no row.
 
     Args:
         counts: uint32 `[chunks, ceil(local experts / 2)]`, unused for a single chunk of pairs.
-        tile_rows: rows per tile, without a tail.
+        cut: `RowTile.cut` of the tiles.
         row_counters: counters of each row tile in `tiles.done_counters`.
     """
     chunks, key = route_chunks(ids.pairs), route_key()
@@ -43,7 +41,7 @@ def route_launches(
             table=tiles.table,
             num_tiles=tiles.num_tiles,
             done_counters=tiles.done_counters,
-            block_m=tile_rows,
+            block_m=cut,
             counters_per_tile=row_counters,
         ),
         pdl=True,

@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
     done_counters: Address = 0  # 0: GEMM 2 of the experts waits for the end of GEMM 1
 
 
-def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, tiles: Tiles, tile_rows: int) -> Launch:
+def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, tiles: Tiles, cut: int) -> Launch:
     """Returns the launch that writes tiles of the first `counts[g]` rows of each group of `[groups, max_m]` rows.
 
     `counts` is the address of int32 `[groups]`, which are clamped to `[0, max_m]`.
@@ -42,13 +42,13 @@ def tiles_of_counts_launch(counts: Address, groups: int, max_m: int, tiles: Tile
             done_counters=tiles.done_counters,
             groups=groups,
             max_m=max_m,
-            block_m=tile_rows,
+            block_m=cut,
         ),
         pdl=True,
     )
 
 
-def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, tiles: Tiles, tile_rows: int) -> Launch:
+def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, tiles: Tiles, cut: int) -> Launch:
     """Returns the launch that writes tiles of `rows` rows; the rows of group g end at `ends[g]`.
 
     `ends` is the address of int32 `[groups]`; a group begins at the next multiple of `alignment`.
@@ -65,7 +65,7 @@ def tiles_of_ends_launch(ends: Address, groups: int, rows: int, alignment: int, 
             groups=groups,
             rows=rows,
             alignment=alignment,
-            block_m=tile_rows,
+            block_m=cut,
         ),
         pdl=True,
     )
@@ -78,7 +78,7 @@ def tiles_of_indices_launch(
     groups: int,
     run_begins: Address,
     tiles: Tiles,
-    tile_rows: int,
+    cut: int,
     out: Address,
     n: int,
 ) -> Launch:
@@ -99,7 +99,7 @@ def tiles_of_indices_launch(
             d=out,
             rows=rows,
             num_groups=groups,
-            block_m=tile_rows,
+            block_m=cut,
             chunks=n // N_MULTIPLE,
         ),
         pdl=True,

@@ -7,16 +7,22 @@ from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAI
 
 
 class RowTile(NamedTuple):
-    """The tiles of a family of kernels. csrc/pipeline/tile_table.cuh divides by `rows`, so it has to know each."""
+    """The tiles of a family of kernels. csrc/pipeline/tile_table.cuh has to know each, by `cut`."""
 
     rows: int  # per tile, without the tail
     tail_rows: int  # most rows of a tail
     padded: tuple[int, ...]  # the kernels multiply this many rows at once: a tile is padded to one of these sizes
     streams_weights: bool  # the kernels are those for few rows per expert, which stream the weights
 
+    @property
+    def cut(self) -> int:
+        """The number by which the kernels that cut rows know these tiles."""
+        return 2 * MANY_ROWS_TILE if self.rows == MANY_ROWS_TILE and not self.tail_rows else self.rows
+
 
 FEW_ROWS = RowTile(FEW_ROWS_TILE, 0, (8, 16, 32, 64), streams_weights=True)
 MANY_ROWS = RowTile(MANY_ROWS_TILE, TAIL_ROWS, (64, 128, MANY_ROWS_TILE + TAIL_ROWS), streams_weights=False)
+UNTAILED = RowTile(MANY_ROWS_TILE, 0, (64, 128), streams_weights=False)  # of kernels for many rows that decode weights
 
 
 def row_tiles(rows: int, tile: RowTile) -> list[int]:
