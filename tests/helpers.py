@@ -33,12 +33,12 @@ from fp8moe_plugin.plan.sm90.dense import DensePlan, many_rows, tiled
 from fp8moe_plugin.plan.sm90.layer import (
     SmallBatchStep,
     StepPlan,
-    few_rows_tokens,
     plan_layer,
+    row_tile,
     small_batch_step,
     sorted_step,
 )
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
+from fp8moe_plugin.plan.sm90.tiles import RowTile
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from fp8moe_plugin.settings import batch_invariant, settings
@@ -318,8 +318,7 @@ def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile: RowTile | Non
     def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> StepPlan:
         if width:
             return small_batch_step(spec, tokens, width, multiprocessors)
-        few = tokens <= few_rows_tokens(spec)
-        return sorted_step(spec, tokens, tile or (FEW_ROWS if few else MANY_ROWS), multiprocessors)
+        return sorted_step(spec, tokens, tile or row_tile(spec, tokens), multiprocessors)
 
     return force_layer(patch, plan)
 

@@ -6,7 +6,7 @@ import torch
 
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
-from fp8moe_plugin.ops.fp4_blocks import Fp4Blocks
+from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import Steps, steps_of, write_down, write_half
 from tests.helpers import Layer
 
@@ -21,9 +21,11 @@ class Projection(NamedTuple):
 def random_projection(gen: torch.Generator, n: int, k: int, span: int) -> Projection:
     """Exponents of a block differ by at most `span`, those of its rows by 3; the largest weights are about K^-0.5.
 
-    The largest of a block may be up to 4 times smaller.
+    The largest of a block may be up to 4 times smaller. The first of several blocks of rows has no further steps.
     """
     of_rows = torch.randint(max(span - 3, 0) + 1, (n, 1), generator=gen)
+    if n > 128:
+        of_rows[:128] %= SPAN - 3
     below = of_rows + torch.randint(min(span, 3) + 1, (n, k // 32), generator=gen)
     of_blocks = torch.randint(3, (-(-n // 128), -(-k // 128)), generator=gen)
     below += of_blocks.repeat_interleave(128, 0)[:n].repeat_interleave(4, 1)[:, : k // 32]

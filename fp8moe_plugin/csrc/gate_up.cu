@@ -5,7 +5,9 @@
 // The GEMM is the same as in grouped_gemm.cu. The two halves of a tile are 128 channels of the gate projection and the
 // same 128 channels of the up projection, so that each scale is computed within one warpgroup.
 //
-// In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of 128 rows of weights
+// DECODED: weights are packed, and decoded in shared memory, see decode_row_tile.cuh. Tiles have no tail then.
+//
+// In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of 128 rows of weights, or their chunks
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride;    b_scales  [experts, N / 128, K / 128]
 //       bias      BIAS: float32 [experts, N], added to [gate, up]
 //       GATHER: row i of A is row a_rows[i] of `gathered`, e4m3 [T, K], whose scales are float32 [T, K / 128]
@@ -18,23 +20,75 @@
 #include "epilogue/swiglu_rows.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/row_tile.cuh"
+#ifdef DECODED
+#include "pipeline/decode_row_tile.cuh"
+#else
 #include "pipeline/gather_row_tile.cuh"
 #include "pipeline/load_row_tile.cuh"
+#endif
 
-constexpr int kHalves = 2;                                  // of a tile: gate and up
+constexpr int kHalves = 2;  // of a tile: gate and up
+using Queue = TileQueue<kCut>;
+
+// The staging area holds 64 rows of each warpgroup, then the tail, which the warpgroups share.
+#ifdef DECODED
+static_assert(!GATHER, "packed weights have no kernel that gathers");
+constexpr int kChunkStages = 7;
+constexpr int kFullArrivals = 2 + kDecoderWarps;  // of a stage: the announced bytes, the scales, the decoded weights
+using SharedMemory = DecodedRowTileStages<
+    kChunkStages, kBlockM, Amax<2 * kMathWarpgroups * kWarpgroupM>, Listed<kMathWarpgroups * StoredTiles::kMost>,
+    StagedRowScales<kMathWarpgroups * kHalves * kHalfN>, StagedBiases<kMathWarpgroups * kHalves * kHalfN>>;
+#else
 constexpr int kFullArrivals = GATHER ? 1 + kWarpgroup : 2;  // of a stage: the announced bytes, and each copying thread
-using Queue = TileQueue<kBlockM>;
-
 template <int kCount>
 struct GatheredTile : Once<kCount, 16> {};  // which the producer's warps share
-// The staging area holds 64 rows of each warpgroup, then the tail, which the warpgroups share.
 using SharedMemory =
     RowTileStages<kHalves, kBlockM + kTailRows, Amax<2 * kMathWarpgroups * kWarpgroupM>, GatheredTile<GATHER>,
                   Listed<kMathWarpgroups * StoredTiles::kMost>, StagedRowScales<kMathWarpgroups * kHalves * kHalfN>,
                   StagedBiases<kMathWarpgroups * kHalves * kHalfN>>;
+#endif
 constexpr int kStages = SharedMemory::kStages;
 using TileRings = Rings<kStages, false>;
 
+#ifdef DECODED
+// ---- producers: two warps ------------------------------------------------------------------------------------------
+
+// The scales of a tile's steps.
+struct StepScales : StepsOfTile {
+    const WeightScale* scales;
+    int scales_to_up;
+
+    DEVICE static int pitch(const Operands& in) { return scale_pitch(*in.weights, in.k_blocks); }
+    DEVICE static const WeightScale* of_gate(const Operands& in, const Tile& tile) {
+        return scales_of_rows(in.weight_scales, tile.expert * (in.n / kHalfN) + tile.column, pitch(in));
+    }
+    DEVICE StepScales(const Operands& in, const Tile& tile)
+        : StepsOfTile(of_gate(in, tile), *in.weights, in.k_blocks),
+          scales(of_gate(in, tile)),
+          scales_to_up(in.n / kHalfN / 2 * pitch(in)) {}
+    DEVICE void load_scales(WeightTile<SharedMemory> to, int step) const {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) to.load_scale(half, scales + half * scales_to_up + step);
+    }
+};
+
+DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, const int4* table, int* num_tiles,
+                       int m) {
+    const int warp = threadIdx.x / kWarp - kMathWarps;
+    if (warp == 0) {
+        Queue queue(table, num_tiles, 0, m, in.n / (kHalves * kHalfN), in.steps);
+        load_chunks(shared, queue, in.steps, [&](const Tile& tile) {
+            return GateAndUp(in.weights, tile.expert * (in.n / kHalfN) + tile.column);
+        });
+        queue.finish();
+    } else if (warp == 1) {
+        PassedTiles tiles;
+        for (Tile tile = tiles.receive(shared); tile.rows > 0; tile = tiles.receive(shared))
+            load_tokens(shared, rings.tokens, in, tile, in.steps, StepScales(in, tile));
+        end_tiles<1>(shared, rings.tokens);
+    }
+}
+#else
 // ---- producer: one warp; with GATHER a warpgroup -------------------------------------------------------------------
 
 struct WeightLoads {
@@ -76,6 +130,7 @@ DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& 
     }
     end_tiles<kWarpgroup>(shared, rings.tokens);
 }
+#endif
 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
@@ -97,7 +152,7 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
         copy_row_scales(scales_at(half, 0), in.weight_scales + row, kHalfN);
         copy_biases(biases_at(half, 0), bias + row, kHalfN);
     }
-    multiply_row_tile<kHalves, kColumns, kHasTail, GATHER>(shared, rings, in.k_blocks, tile, row_block, 0, column, sum,
+    multiply_row_tile<kHalves, kColumns, kHasTail, GATHER>(shared, rings, in.steps, tile, row_block, 0, column, sum,
                                                            tail);
     await_row_values(warpgroup);
 #pragma unroll
@@ -114,8 +169,9 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
 
 DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const float* bias,
                          const QuantizedRows& out, const Tile& tile, int warpgroup, int& buffer, StoredTiles& stored) {
-    if (tile.rows > kBlockM)
-        compute_rows<kHalfN, true>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer, stored);
+    if (kMostTailRows > 0 && tile.rows > kBlockM)
+        compute_rows<kHalfN, kMostTailRows != 0>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer,
+                                                 stored);
     else if (tile.rows > kWarpgroupM)
         compute_rows<kHalfN, false>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else  // few rows: each warpgroup takes half of the channels instead
@@ -127,21 +183,30 @@ DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& 
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
-            const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map, const float* a_scales,
+            const __grid_constant__ WeightMap b_map, const __grid_constant__ TensorMap d_map, const float* a_scales,
             int a_scale_expert_stride, int a_scale_k_stride, const WeightScale* b_scales, const uint4* gathered,
             const int* a_rows, u8* d, float* d_scales, int* done_counters, const int4* table, int* num_tiles, int m,
             int n, int k, Activation activation, const float* bias) {
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
+#ifdef DECODED
+    init_decoding(shared);
+#endif
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks};
+    Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks, weight_steps(b_map, k_blocks)};
     QuantizedRows out{&d_map, d, d_scales, n / 2, m, activation};
     TileRings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
+#ifdef DECODED
+        load_tiles(shared, rings, in, table, num_tiles, m);
+    } else if (warpgroup > kMathWarpgroups) {
+        decrease_registers<kDecoderRegisters>();
+        decode_tiles<true>(shared, in.steps);
+#else
         bool first_warp = threadIdx.x / kWarp == kMathWarps;
         if (GATHER || first_warp) {
             Queue queue(table, num_tiles, 0, m, (n + kHalves * kHalfN - 1) / (kHalves * kHalfN), k_blocks);
@@ -151,6 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 load_tiles(shared, rings, in, queue);
             if (first_warp) queue.finish();
         }
+#endif
     } else {
         increase_registers<kMathRegisters>();
         int buffer = 0;

@@ -10,7 +10,10 @@
 // KEEP_B, for K of one or two steps: a thread block takes several consecutive tiles at a time. Most of them have the
 // same columns; their weights stay in shared memory.
 //
-// In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of BLOCK_N rows of weights
+// DECODED: as in gate_up.cu.
+//
+// In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of BLOCK_N rows of weights, or their
+//       chunks
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride, plus expert * a_scale_expert_stride
 //       b_scales  float32 [experts, ceil(N / 128), K / 128]
 //       c         the addend, as d; null without (OUTPUT_BF16 has none)
@@ -26,17 +29,33 @@
 #include "formats/row_scales.cuh"
 #include "mma/row_tile.cuh"
 #include "pipeline/done_counters.cuh"
+#ifdef DECODED
+#include "pipeline/decode_row_tile.cuh"
+#else
 #include "pipeline/load_row_tile.cuh"
+#endif
 
 constexpr int kHalves = BLOCK_N / kHalfN;
-constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the copied weight scales
-using Queue = TileQueue<kBlockM, KEEP_B ? 4 : 1>;
+using Queue = TileQueue<kCut, KEEP_B ? 4 : 1>;
 using Accumulator = Fragment<kHalfN>;
 
 // The staging area holds 64 rows of each warpgroup and part of 64 columns, then the tails.
-constexpr int kStagedRows = kHalves * kStagedRowsOfHalf;  // of a warpgroup
+#ifdef DECODED
+static_assert(kHalves == 2 && !KEEP_B && OUTPUT == OUTPUT_BF16, "packed weights have one kernel");
+constexpr int kStagedHalves = 1;  // at once, as there are more stages than those of the tokens
+constexpr int kStagedRows = kStagedHalves * kStagedRowsOfHalf;  // of a warpgroup
+constexpr int kChunkStages = 5;
+constexpr int kFullArrivals = 2 + kDecoderWarps;  // of a stage: the announced bytes, the scales, the decoded weights
+using SharedMemory =
+    DecodedRowTileStages<kChunkStages, kMathWarpgroups * kStagedRows, StagedRowScales<kMathWarpgroups * BLOCK_N>,
+                         StagedBiases<kMathWarpgroups * BLOCK_N>>;
+#else
+constexpr int kStagedHalves = kHalves;
+constexpr int kStagedRows = kStagedHalves * kStagedRowsOfHalf;  // of a warpgroup
+constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the copied weight scales
 using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalves * kTailRows),
                                    StagedRowScales<kMathWarpgroups * BLOCK_N>, StagedBiases<kMathWarpgroups * BLOCK_N>>;
+#endif
 constexpr int kStages = SharedMemory::kStages;
 static_assert(!(kScalesOfRows || kBias) || OUTPUT == OUTPUT_BF16,
               "stores from registers have no barrier between tiles");
@@ -49,6 +68,78 @@ struct Result {
     const float* bias;
 };
 
+using TileRings = Rings<kStages, KEEP_B>;
+
+#ifdef DECODED
+// ---- producers: two warps ------------------------------------------------------------------------------------------
+
+// The halves of a tile are two blocks of rows, with further steps of their own. So each of these has a step of the tile
+// for each half, in which the scale of the other half is 0.
+DEVICE int steps_of_tile(const WeightMap& map) { return map.steps + map.further; }
+DEVICE int step_of_chunk(int step, int k_blocks) { return step < k_blocks ? step : k_blocks + (step - k_blocks) / 2; }
+
+struct HalfChunks {
+    const u8* chunks;
+    i64 to_next;  // 0 where a tile passes N
+    int k_blocks;
+
+    DEVICE HalfChunks(const Operands& in, const Tile& tile) : k_blocks(in.k_blocks) {
+        const int blocks = in.n / kHalfN, block = tile.column * kHalves;  // of rows
+        const i64 pitch = i64(in.weights->steps) * kChunkBytes;
+        chunks = in.weights->chunks + (tile.expert * blocks + block) * pitch;
+        to_next = block + 1 < blocks ? pitch : 0;
+    }
+    DEVICE void start(u32 to, u32 full, int step, int half) const {
+        bulk_load(to, chunks + half * to_next + i64(step_of_chunk(step, k_blocks)) * kChunkBytes, full, kChunkBytes);
+    }
+};
+
+struct StepScales {
+    const WeightScale* scales;
+    int to_next, k_blocks;
+    const WeightMap* map;
+
+    DEVICE StepScales(const Operands& in, const Tile& tile) : k_blocks(in.k_blocks), map(in.weights) {
+        const int blocks = in.n / kHalfN, block = tile.column * kHalves, pitch = scale_pitch(*map, k_blocks);
+        scales = scales_of_rows(in.weight_scales, tile.expert * blocks + block, pitch);
+        to_next = block + 1 < blocks ? pitch : 0;
+    }
+    DEVICE int half_of(int step) const { return (step - k_blocks) % 2; }
+    DEVICE int k_block(int step) const {
+        const StepsOfTile steps(step < k_blocks ? scales : scales + half_of(step) * to_next, *map, k_blocks);
+        return steps.k_block(step_of_chunk(step, k_blocks));
+    }
+    DEVICE void load_scales(WeightTile<SharedMemory> to, int step) const {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half)
+            if (step < k_blocks || half == half_of(step))
+                to.load_scale(half, scales + half * to_next + step_of_chunk(step, k_blocks));
+            else
+                to.no_scale(half);
+    }
+};
+
+DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, const int4* table, int* num_tiles,
+                       int m, int* done_counters) {
+    const int warp = threadIdx.x / kWarp - kMathWarps;
+    if (warp > 1) return;
+    if (!done_counters) wait_for_previous_kernel();  // which made the table
+    if (warp == 0) {
+        Queue queue(table, num_tiles, 1, m, ceil_div(in.n, BLOCK_N), in.steps, done_counters);
+        load_chunks(shared, queue, in.steps, [&](const Tile& tile) { return HalfChunks(in, tile); });
+        if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
+        queue.finish();
+    } else {
+        AwaitedRows rows({done_counters, 1}, kMathWarpgroups * in.k_blocks, kMathWarpgroups);
+        PassedTiles tiles;
+        for (Tile tile = tiles.receive(shared); tile.rows > 0; tile = tiles.receive(shared)) {
+            rows.wait(tile);
+            load_tokens(shared, rings.tokens, in, tile, in.steps, StepScales(in, tile));
+        }
+        end_tiles<1>(shared, rings.tokens);
+    }
+}
+#else
 // ---- producer: one warp --------------------------------------------------------------------------------------------
 
 struct WeightLoads {
@@ -71,8 +162,6 @@ struct WeightLoads {
     }
 };
 
-using TileRings = Rings<kStages, KEEP_B>;
-
 DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, Queue& queue, int* done_counters) {
     AwaitedRows rows({done_counters, 1}, kMathWarpgroups * in.k_blocks,
                      kMathWarpgroups);  // counts per column, per thread block
@@ -83,6 +172,7 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
     }
     end_tiles<1>(shared, rings.tokens);
 }
+#endif
 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
@@ -101,7 +191,7 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
                     min(BLOCK_N, in.n - tile.column * BLOCK_N));
     copy_biases(biases_at(0, 0), out.bias + tile.expert * in.n + tile.column * BLOCK_N,
                 min(BLOCK_N, in.n - tile.column * BLOCK_N));
-    multiply_row_tile<kCount, kHalfN, kHasTail, false>(shared, rings, in.k_blocks, tile, row_block, first_half, 0, sum,
+    multiply_row_tile<kCount, kHalfN, kHasTail, false>(shared, rings, in.steps, tile, row_block, first_half, 0, sum,
                                                        tail);
     await_row_values(warpgroup);
 #pragma unroll
@@ -116,8 +206,9 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
     int column = tile.column * BLOCK_N + first_half * kHalfN;
     constexpr bool kFloat = OUTPUT == OUTPUT_F32_DIRECT;
     if (OUTPUT == OUTPUT_BF16)
-        store_staged<kCount>(shared, warpgroup * kStagedRows, out.map, static_cast<u16*>(out.d), out.n, row, rows,
-                             column, warpgroup, sum);
+        store_staged<(kCount < kStagedHalves ? kCount : kStagedHalves)>(shared, warpgroup * kStagedRows, out.map,
+                                                                        static_cast<u16*>(out.d), out.n, row, rows,
+                                                                        column, warpgroup, sum);
     else
 #pragma unroll
         for (int half = 0; half < kCount; ++half)
@@ -137,33 +228,45 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
 
 DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const Result& out, const Tile& tile,
                          int warpgroup) {
-    if (tile.rows > kBlockM)
-        compute_rows<kHalves, true>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
+    if (kMostTailRows > 0 && tile.rows > kBlockM)
+        compute_rows<kHalves, kMostTailRows != 0>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
     else if (tile.rows > warpgroup * kWarpgroupM && (kHalves == 1 || tile.rows > kWarpgroupM))
         compute_rows<kHalves, false>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
     else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
         compute_rows<1, false>(shared, rings, in, out, tile, warpgroup, 0, warpgroup);
     else
-        skip_row_tile(shared, rings.tokens, in.k_blocks);
+        skip_row_tile(shared, rings.tokens, in.steps);
 }
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_narrow_map,
-                 const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
+                 const __grid_constant__ WeightMap b_map, const __grid_constant__ TensorMap d_map,
                  const float* a_scales, int a_scale_expert_stride, int a_scale_k_stride, const WeightScale* b_scales,
                  void* d, const void* c, int* done_counters, const int4* table, int* num_tiles, int m, int n, int k,
                  const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
+#ifdef DECODED
+    init_decoding(shared);
+#endif
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
-    int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK;
+    int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK, steps = k_blocks;
+#ifdef DECODED
+    steps = steps_of_tile(b_map);
+#endif
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
-    Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks};
+    Operands in{&a_map, &a_narrow_map, &b_map, scales, b_scales, n, k_blocks, steps};
     TileRings rings;
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
+#ifdef DECODED
+        load_tiles(shared, rings, in, table, num_tiles, m, done_counters);
+    } else if (warpgroup > kMathWarpgroups) {
+        decrease_registers<kDecoderRegisters>();
+        decode_tiles<false>(shared, in.steps);
+#else
         if (threadIdx.x / kWarp == kMathWarps) {
             if (!done_counters) wait_for_previous_kernel();  // which made the table
             Queue queue(table, num_tiles, 1, m, (n + BLOCK_N - 1) / BLOCK_N, k_blocks, done_counters);
@@ -171,6 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
             queue.finish();
         }
+#endif
     } else {
         increase_registers<kMathRegisters>();
         Result out{&d_map, d, c, n, bias};

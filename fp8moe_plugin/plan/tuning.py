@@ -13,6 +13,12 @@ first sentence of a comment says what a constant decides. Numbers in brackets ar
 # channels.
 FEW_ROWS_PER_EXPERT = 40
 
+# The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
+# for many rows decode a tile of weights once for up to 128 rows.
+# Measured: not yet.
+# Measure again: layers with 24 to 96 rows per expert by either kernels, and `MXFP4_ROWS_PER_EXPERT` with it.
+PACKED_FEW_ROWS_PER_EXPERT = 40
+
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.
 # Measured: a layer of DeepSeek-V4-Flash takes 0.75 of the time in block FP8 with 24 rows per expert, 0.98 with 48 and

@@ -21,6 +21,6 @@ def test_the_second_gemm_adds_its_bias_once(emulator: Device, run: Callable[[Dev
     run(emulator, 1)
 
 
-@pytest.mark.parametrize("tokens", [5, 40], ids=["small batch", "few rows"])
+@pytest.mark.parametrize("tokens", [5, 40, 70], ids=["fewer rows", "few rows", "many rows"])
 def test_a_layer_in_packed_mxfp4(emulator: Device, tokens: int) -> None:
     assert run_packed_layer(emulator, 1, tokens, biased=True) <= MOST_ERROR

@@ -49,7 +49,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.dense import few_rows, splits_k
-from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS, UNTAILED
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
@@ -82,6 +82,7 @@ SCHEDULES = 32
 CLUSTERS = 24  # multiprocessors, for kernels of clusters
 WRONG_RESULT = "elements are wrong"
 BEHIND = "deadlock|livelock|a phase behind"
+BEHIND_OR_WRONG = f"AssertionError|more arrivals|{BEHIND}"
 COUNTS, WIDTH = [144, 130, 64], 256
 MANY = [650, 300]
 
@@ -297,6 +298,20 @@ def packed_layer(emulator: Device, seed: int) -> None:
     assert run_packed_layer(emulator, seed) <= MOST_ERROR
 
 
+def packed_many_rows(emulator: Device, seed: int) -> None:
+    """More K blocks than there are stages, further steps, and a tile that passes N."""
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_step(patch, tile=UNTAILED)
+        assert run_packed_layer(emulator, seed, 66, hidden=640) <= MOST_ERROR
+
+
+def packed_tiles_of_one_step(emulator: Device, seed: int) -> None:
+    """The second GEMM has K of one block."""
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_step(patch, tile=UNTAILED)
+        assert run_packed_layer(emulator, seed, 5, 11, hidden=640, intermediate=128) <= MOST_ERROR
+
+
 def packed_small_batch(emulator: Device, seed: int, width: int = 8) -> None:
     """More K blocks than a block of the first GEMM has stages."""
     with pytest.MonkeyPatch.context() as patch:
@@ -330,6 +345,12 @@ PACKED = (
     gate_up_few_rows_key(h.layer_spec()._replace(weights=PACKED_MXFP4)),
     *FEW[2:],
 )
+PACKED_MANY = (
+    grouped_gemm_key(Output.BF16, weights=PACKED_MXFP4),
+    gate_up_key(h.layer_spec()._replace(weights=PACKED_MXFP4), gather=False),
+    quantize_key(False, Layout.PERMUTED),
+    *FEW[3:],
+)
 SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(h.layer_spec(), 8, 8)
 PACKED_SPEC = h.layer_spec()._replace(weights=PACKED_MXFP4)
 PACKED_SMALL_BATCH = gate_up_small_batch_key(PACKED_SPEC, 8, 8), down_small_batch_key(PACKED_SPEC, 8, 8)
@@ -356,6 +377,8 @@ KERNELS = {  # to be compiled ahead
     ranks_that_push: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
     ranks_with_many_tokens: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
     packed_layer: PACKED,
+    packed_many_rows: PACKED_MANY,
+    packed_tiles_of_one_step: PACKED_MANY,
     packed_small_batch: PACKED_SMALL_BATCH,
     wide_packed_batch: WIDE_PACKED_BATCH,
     behind_dense_layer: (*DENSE, *FEW),
@@ -873,27 +896,98 @@ FAULTS = {
         "formats/weights_mxfp4.cuh", "row ? of_rows.y : of_rows.x", "of_rows.x", packed_layer, "AssertionError"
     ),
     "chunks have the bases of the first rows": Fault(
-        "formats/weights_mxfp4.cuh", "scales + block * pitch", "scales", packed_layer, "AssertionError"
+        "formats/mxfp4_chunks.cuh", "scales + block * pitch", "scales", packed_layer, "AssertionError"
     ),
     "further steps are left out": Fault(
-        "formats/weights_mxfp4.cuh",
+        "formats/mxfp4_chunks.cuh",
         "return map.steps;",
         "return map.steps - map.further;",
         packed_layer,
         "AssertionError",
     ),
     "further steps are of other K blocks": Fault(
-        "formats/weights_mxfp4.cuh",
+        "formats/mxfp4_chunks.cuh",
         "int(__ldg(further + step - k_blocks))",
         "0",
         packed_layer,
         "AssertionError",
     ),
     "channels have the chunks of those before": Fault(
-        "formats/weights_mxfp4.cuh", "block + block % map->groups", "block", packed_layer, "AssertionError|outside"
+        "formats/mxfp4_chunks.cuh", "block + block % map->groups", "block", packed_layer, "AssertionError|outside"
     ),
     "the second slab has the codes of the first": Fault(
         "formats/weights_mxfp4.cuh", "chunk + slab * kSlabCodes", "chunk", packed_layer, "AssertionError"
+    ),
+    "decoded weights are not fenced": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "            fence_proxy_async();\n",
+        "",
+        packed_many_rows,
+        "without fence.proxy.async",
+    ),
+    "a stage is full before its weights are decoded": Fault(
+        "gate_up.cu", "kFullArrivals = 2 + kDecoderWarps;", "kFullArrivals = 2;", packed_many_rows, BEHIND_OR_WRONG
+    ),
+    "weights are decoded over those that are multiplied": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);\n",
+        "",
+        packed_many_rows,
+        BEHIND_OR_WRONG,
+    ),
+    "chunks are loaded over those that are decoded": Fault(
+        "formats/weights_mxfp4_decoded.cuh",
+        "if (load % 4 == 3) decoded",
+        "if (load % 4 == 0) decoded",
+        packed_many_rows,
+        "AssertionError",
+    ),
+    "chunks are decoded before they are there": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "                barrier_wait(shared.template at<ChunksFull>(chunks.stage), chunks.phase);\n",
+        "",
+        packed_many_rows,
+        "shared memory at",
+    ),
+    "the first warp passes tiles on over those before": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "        wait_by_warp(shared.template at<TileRead>(ring.stage), ring.phase ^ 1);\n",
+        "",
+        packed_tiles_of_one_step,
+        BEHIND_OR_WRONG,
+        multiprocessors=1,
+    ),
+    "decoded rows are not swizzled": Fault(
+        "formats/weights_mxfp4_decoded.cuh", ") | row * 16;", ");", packed_many_rows, "AssertionError"
+    ),
+    "decoded rows have the exponents of the rows before": Fault(
+        "formats/weights_mxfp4_decoded.cuh",
+        "second ? entries[slab].y : entries[slab].x",
+        "entries[slab].x",
+        packed_many_rows,
+        "AssertionError",
+    ),
+    "the second chunk is the first one": Fault(
+        "formats/weights_mxfp4_decoded.cuh", "chunk[load / 4] +", "chunk[0] +", packed_many_rows, "AssertionError"
+    ),
+    "small magnitudes are those of normal numbers": Fault(
+        "device/fp4.cuh", "kLeastNormalFp4 = 24", "kLeastNormalFp4 = 0", packed_many_rows, "AssertionError"
+    ),
+    "normal magnitudes are those of other exponents": Fault(
+        "device/fp4.cuh", "0x04081000", "0x04081800", packed_tiles_of_one_step, "AssertionError"
+    ),
+    "a further step of one half is one of the other": Fault(
+        "grouped_gemm.cu", "half == half_of(step))", "true)", packed_many_rows, "AssertionError"
+    ),
+    "further steps have the tokens of the first half": Fault(
+        "grouped_gemm.cu", "scales + half_of(step) * to_next", "scales", packed_many_rows, "AssertionError"
+    ),
+    "a tile that passes N reads what follows": Fault(
+        "grouped_gemm.cu",
+        "to_next = block + 1 < blocks ? pitch : 0;\n    }\n    DEVICE void start",
+        "to_next = pitch;\n    }\n    DEVICE void start",
+        packed_many_rows,
+        "outside of the operands",
     ),
     "sums of odd channels are those of even ones": Fault(
         "mma/gate_up_rows.cuh",

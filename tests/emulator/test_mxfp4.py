@@ -5,7 +5,7 @@ import torch
 
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.moe import fused_moe
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from tests import helpers as h
 from tests.emulator.device import Device
 from tests.emulator.layers import MOST_ERROR, packed_moe, run_packed_layer
@@ -31,6 +31,21 @@ def test_a_layer_has_the_bits_of_block_fp8(
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
 
 
+@pytest.mark.parametrize(("shape", "span", "seed"), [((230, 384, 256), 11, 1), ((60, 640, 128), SPAN, 2)])
+def test_many_rows_have_the_bits_of_block_fp8(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], span: int, seed: int
+) -> None:
+    tokens, hidden, intermediate = shape
+    gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, span)
+    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, 2, 3)
+    packed, fp8 = experts.packed(), experts.in_fp8()
+    h.force_step(monkeypatch, tile=MANY_ROWS)
+    wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
+    h.force_step(monkeypatch, tile=UNTAILED)
+    assert h.same_bits(emulator.execute(seed, lambda: packed_moe(x, packed, *routing)), wanted)
+    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
+
+
 @pytest.mark.parametrize(
     ("shape", "kind", "seed"),
     h.pairwise([(1, 256, 128), (7, 1152, 256), (12, 1024, 384), (16, 4224, 128)], ["distinct", "some_missing"], [1, 2]),
@@ -48,6 +63,11 @@ def test_a_small_batch_has_the_bits_of_block_fp8(
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
 
 
-@pytest.mark.parametrize(("tokens", "span", "seed"), [(5, 15, 1), (20, 40, 2), (40, 70, 1)])
-def test_wider_blocks_take_further_steps(emulator: Device, tokens: int, span: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "span", "seed", "tile"), [(5, 15, 1, FEW_ROWS), (20, 40, 2, UNTAILED), (40, 70, 1, FEW_ROWS)]
+)
+def test_wider_blocks_take_further_steps(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, span: int, seed: int, tile: RowTile
+) -> None:
+    h.force_step(monkeypatch, tile=tile)
     assert run_packed_layer(emulator, seed, tokens, span) <= MOST_ERROR

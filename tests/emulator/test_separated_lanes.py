@@ -15,13 +15,15 @@ from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import dense
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED
 from tests import faults
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import Device
+from tests.emulator.layers import packed_moe
 from tests.indexer import decode, prefill
 from tests.k_grouped import gradients
+from tests.mxfp4 import random_experts
 from tests.steps import route
 
 MULTIPROCESSORS = {"small batch": 8}  # room for a cluster; others have 2
@@ -45,6 +47,13 @@ def layer(**step: Any) -> Run:
         return lambda: ops.routed_moe(x, *experts, ops.router_gemm(x, gate), 1)
 
     return run
+
+
+def packed_layer(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
+    h.force_step(patch, tile=UNTAILED)
+    x, experts = h.random_tokens(gen, ROWS, K), random_experts(gen, GROUPS, K, N, 0).packed()
+    routing = h.random_routing(gen, "distinct", ROWS, 1, GROUPS)
+    return lambda: packed_moe(x, experts, *routing)
 
 
 def dense_layer(plan: Callable[[int, int, int], dense.DensePlan]) -> Run:
@@ -146,6 +155,7 @@ LOOPS: dict[str, Run] = {
 CALLS: dict[str, Run] = {
     "sorted layer of few rows": layer(tile=FEW_ROWS),
     "sorted layer of many rows": layer(tile=MANY_ROWS),
+    "sorted layer of many rows of packed weights": packed_layer,
     "small batch": layer(width=8),
     "batched experts": batched_experts,
     "dense layer of few rows": dense_layer(lambda m, n, sms: dense.few_rows(m, n, 2)),

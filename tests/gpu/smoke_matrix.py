@@ -24,7 +24,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
     DENSE_TILE_N,
     DENSE_TILE_ROWS,
-    FEW_ROWS_ONLY,
+    PACKED_FORMATS,
     SMALL_BATCH_TOKENS,
 )
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
@@ -139,7 +139,7 @@ def check_psum(gen: torch.Generator, rows: int) -> None:
 
 
 def check_batched_experts(gen: torch.Generator, rows: int) -> None:
-    for weights in set(FORMATS) - set(FEW_ROWS_ONLY):
+    for weights in set(FORMATS) - set(PACKED_FORMATS):
         check_batched_experts_of(weights, gen, rows)
 
 
@@ -187,7 +187,7 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
 
 
 def check_biases(gen: torch.Generator, rows: int) -> None:
-    for intermediate, weights in itertools.product((INTERMEDIATE, WIDE), set(FORMATS) - set(FEW_ROWS_ONLY)):
+    for intermediate, weights in itertools.product((INTERMEDIATE, WIDE), set(FORMATS) - set(PACKED_FORMATS)):
         layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate, weights)
         biases = h.random_biases(gen, EXPERTS, HIDDEN, intermediate)
         for tokens in {rows, min(rows, SMALL_BATCH_TOKENS[-1])}:

@@ -6,7 +6,7 @@ import torch
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.testing import invariance
 from tests import helpers as h
 from tests.mxfp4 import Experts, random_experts
@@ -26,19 +26,23 @@ def experts_of(name: str, span: int) -> Experts:
     return random_experts(h.seeded(span, CPU), experts, hidden, intermediate, span)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 9, 20, 70, 300])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 20, 70, 300, 700])
+@pytest.mark.parametrize(("tile", "of_fp8"), [(FEW_ROWS, FEW_ROWS), (UNTAILED, MANY_ROWS)])
 @pytest.mark.parametrize("span", [0, SPAN])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_has_the_bits_of_block_fp8(monkeypatch: pytest.MonkeyPatch, name: str, span: int, tokens: int) -> None:
+def test_a_layer_has_the_bits_of_block_fp8(
+    monkeypatch: pytest.MonkeyPatch, name: str, span: int, tile: RowTile, of_fp8: RowTile, tokens: int
+) -> None:
     experts, hidden, _, topk = LAYERS[name]
     weights, gen = experts_of(name, span), torch.Generator("cuda").manual_seed(tokens)
     packed, fp8 = on_gpu(weights.packed()), on_gpu(weights.in_fp8())
     x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, topk, experts)
-    steps = h.force_step(monkeypatch, tile=FEW_ROWS)
+    taken_by_fp8 = h.force_step(monkeypatch, tile=of_fp8)
     with invariance(True):  # block FP8 would split K
         wanted = fused_moe(x, *fp8, *routing)
+    taken = h.force_step(monkeypatch, tile=tile)
     out = fused_moe(x, *packed, *routing, weights=PACKED_MXFP4)
-    assert len(steps) == 2
+    assert len(taken) == len(taken_by_fp8) == 1
     assert h.same_bits(out, wanted)
     assert all(h.same_bits(fused_moe(x, *packed, *routing, weights=PACKED_MXFP4), out) for _ in range(100))
 

@@ -24,6 +24,22 @@ DEVICE void write_fp4_tables(u32 tables) {
     store_shared(tables + q * kFp4TableBytes, make_uint2(half[0], half[1]));
 }
 
+// The least entry, 8 q, whose table has normal numbers only.
+constexpr u32 kLeastNormalFp4 = 24;
+// The table of such an entry, without a load.
+DEVICE uint2 normal_fp4_table(u32 entry) {
+    return make_uint2(entry * 0x01010100 - 0x04081000, entry * 0x01010101 + 0x0C080400);
+}
+// Whether all entries of these words, four each, are normal.
+template <int kCount>
+DEVICE bool are_normal_fp4(const uint2 (&entries)[kCount]) {
+    constexpr u32 kUpTo128 = (128 - kLeastNormalFp4) * 0x01010101, kTop = 0x80808080;
+    u32 tops = kTop;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) tops &= entries[i].x + kUpTo128, tops &= entries[i].y + kUpTo128;
+    return tops == kTop;
+}
+
 // A word has two times four codes, see `words` of fp8moe_plugin/ops/mxfp4.py. Returns each four as e4m3.
 DEVICE uint2 decode_fp4(u32 word, uint2 table) {
     constexpr u32 kMagnitudes = 0x77777777, kSigns = 0x80808080;

@@ -36,25 +36,30 @@ DEVICE void copy_half(SharedMemory shared, int first, u16* d, int n, int row, in
     }
 }
 
-template <int kCount, class SharedMemory>
+// kAtOnce: halves for which the staging area has room.
+template <int kAtOnce, int kCount, class SharedMemory>
 DEVICE void store_staged(SharedMemory shared, int first, const TensorMap* d_map, u16* d, int n, int row, int rows,
                          int column, int warpgroup, const Fragment<kHalfN> (&sum)[kCount]) {
     bool elected = threadIdx.x % 128 == 0;
-    if (elected) tma_store_wait_read();
-    warpgroup_barrier(warpgroup);  // the staging buffers are free
 #pragma unroll
-    for (int half = 0; half < kCount; ++half) stage_half(shared, first + half * kStagedRowsOfHalf, sum[half]);
-    fence_proxy_async();
-    warpgroup_barrier(warpgroup);  // the staging buffers are full
-    if (rows < kWarpgroupM) {
+    for (int begin = 0; begin < kCount; begin += kAtOnce, column += kAtOnce * kHalfN) {
+        if (elected) tma_store_wait_read();
+        warpgroup_barrier(warpgroup);  // the staging buffers are free
+#pragma unroll
+        for (int half = 0; half < kAtOnce; ++half)
+            stage_half(shared, first + half * kStagedRowsOfHalf, sum[begin + half]);
+        fence_proxy_async();
+        warpgroup_barrier(warpgroup);  // the staging buffers are full
+        if (rows < kWarpgroupM) {
 #pragma unroll 1
-        for (int half = 0; half < kCount; ++half)
-            copy_half(shared, first + half * kStagedRowsOfHalf, d, n, row, rows, column + half * kHalfN);
-    } else if (elected) {
+            for (int half = 0; half < kAtOnce; ++half)
+                copy_half(shared, first + half * kStagedRowsOfHalf, d, n, row, rows, column + half * kHalfN);
+        } else if (elected) {
 #pragma unroll
-        for (int part = 0; part < kCount * (kHalfN / kStoreN); ++part)
-            tma_store(d_map, staged_part(shared, first, part), column + part * kStoreN, row);
-        tma_store_commit();
+            for (int part = 0; part < kAtOnce * (kHalfN / kStoreN); ++part)
+                tma_store(d_map, staged_part(shared, first, part), column + part * kStoreN, row);
+            tma_store_commit();
+        }
     }
 }
 

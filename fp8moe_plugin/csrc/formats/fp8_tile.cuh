@@ -11,6 +11,7 @@ template <int kCount>
 struct WeightTables : Once<kCount, 0, 1> {};  // to decode weights
 DEVICE void init_weights(u32 /*tables*/) {}
 constexpr bool kDecodedToRegisters = false;
+constexpr bool kDecodedInStages = false;
 constexpr bool kStoredPaired = false;  // TMA interleaves the rows of the gate and up projections as a kernel needs them
 
 using WeightMap = TensorMap;

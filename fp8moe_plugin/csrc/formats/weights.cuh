@@ -2,6 +2,8 @@
 #pragma once
 #if defined(FP8_CHANNEL)
 #include "formats/weights_fp8_channel.cuh"
+#elif defined(DECODED)
+#include "formats/weights_mxfp4_decoded.cuh"
 #elif defined(MXFP4)
 #include "formats/weights_mxfp4.cuh"
 #else

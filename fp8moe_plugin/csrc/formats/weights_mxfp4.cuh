@@ -1,71 +1,14 @@
-// Packed MXFP4 weights, see fp8moe_plugin/ops/mxfp4.py: chunks of 128 rows by 128 channels, which are decoded to e4m3
-// in registers, as the first operand of wgmma. A float32 scale for each chunk is the base of its exponents.
-//
-// A chunk has two slabs of 64 rows: of each the codes, 16 bytes for each thread of a warpgroup and 64 channels, then of
-// each the exponents, for each row a byte for each 32 channels. Row g of a warp's 16 rows and row g + 8 belong to one
-// thread: of w13 they are the gate and the up projection of a channel.
+// Packed MXFP4 weights that stay packed in shared memory, and are decoded to e4m3 in registers, as the first operand of
+// wgmma.
 #pragma once
-#include "device/fp4.cuh"
 #include "device/wgmma.cuh"
-#include "pipeline/stages.cuh"
+#include "formats/mxfp4_chunks.cuh"
 
-constexpr bool kScalesOfRows = false;  // see row_scales.cuh
-
-constexpr int kChunkRows = 128, kSlabRows = 64;
-constexpr int kThreadCodes = 16;  // bytes of a thread, for two of the four wgmmas of a chunk
-constexpr int kSlabCodes = kSlabRows * 128 / 2, kSlabExponents = kSlabRows * 128 / 32;
-constexpr int kChunkBytes = 2 * (kSlabCodes + kSlabExponents);
+constexpr bool kDecodedToRegisters = true;
 
 template <int kRows>
 struct Weights : PerStage<kRows, kChunkBytes / kChunkRows, 128> {};
-template <int kCount>
-struct WeightScales : PerStage<kCount, 4> {};
-template <int kCount>
-struct WeightTables : Once<kCount, kFp4Tables * kFp4TableBytes, 8> {};
 
-// Where a kernel finds its weights; in Python `Chunks`, in place of a tensor map.
-struct alignas(64) WeightMap {
-    const u8* chunks;
-    int steps, further;  // chunks of a row block along K, and how many of them follow those of the K blocks
-    int groups;          // 128 channels each of an expert's gate projection; only of w13
-    u8 unused[sizeof(TensorMap) - 20];
-};
-static_assert(sizeof(WeightMap) == sizeof(TensorMap), "the launch has room for a tensor map");
-
-constexpr bool kStoredPaired = true;       // the rows of the gate and up projections, 8 apart
-DEVICE void prefetch(const WeightMap*) {}  // a bulk copy needs no descriptor
-DEVICE void init_weights(u32 tables) { write_fp4_tables(tables); }
-
-// The steps of a tile, each with a chunk and the scales of its rows.
-DEVICE int weight_steps(const WeightMap& map, int) { return map.steps; }
-
-// The scales of a block of 128 rows: one for each step, then the K block of each further step.
-using WeightScale = float;
-DEVICE int scale_pitch(const WeightMap& map, int) { return map.steps + map.further; }
-DEVICE const WeightScale* scales_of_rows(const WeightScale* scales, i64 block, int pitch) {
-    return scales + block * pitch;
-}
-
-// The chunks of 128 channels of the gate and up projections; `block` counts 128 rows, and is of the former.
-struct GateAndUp {
-    const u8* chunks;
-    DEVICE GateAndUp(const WeightMap* map, int block) {
-        const i64 before = block + block % map->groups;  // the block's chunks follow those of up's earlier rows
-        chunks = map->chunks + before * map->steps * kChunkBytes;
-    }
-};
-
-constexpr bool kFurtherSteps = true;
-// The K blocks of a tile's steps. `scales`: those of its first rows.
-struct StepsOfTile {
-    const WeightScale* further;  // their K blocks
-    int k_blocks;
-    DEVICE StepsOfTile(const WeightScale* scales, const WeightMap& map, int k_blocks)
-        : further(scales + map.steps), k_blocks(k_blocks) {}
-    DEVICE int k_block(int step) const { return step < k_blocks ? step : int(__ldg(further + step - k_blocks)); }
-};
-
-constexpr bool kDecodedToRegisters = true;
 // The weights in a stage. Loads complete on `full`; a scale's copy completes with copy_async_arrive of the thread.
 template <class SharedMemory>
 struct WeightTile {
@@ -82,7 +25,7 @@ struct WeightTile {
     }
     // A step of 128 channels of the gate and up projections.
     DEVICE void load_gate_and_up(const GateAndUp& from, u32 full, int step) const {
-        bulk_load(shared.weights(stage, 0), from.chunks + i64(step) * 2 * kChunkBytes, full, 2 * kChunkBytes);
+        from.start<2>(shared.weights(stage, 0), full, step, 0);
     }
     DEVICE void load_scale(int i, const WeightScale* from) const { copy_async_4(shared.weight_scale(stage, i), from); }
 

@@ -10,22 +10,29 @@
 constexpr int kBlockM = kManyRowsTile, kBlockK = 128, kHalfN = 128;
 constexpr int kMathWarpgroups = 2, kMathWarps = 4 * kMathWarpgroups, kWarpgroupM = kBlockM / kMathWarpgroups;
 static_assert(kWarpgroupM == BOX_ROWS, "a warpgroup multiplies a box");
-constexpr int kThreads = kWarpgroup * (kMathWarpgroups + 1);
+constexpr int kThreads = kWarpgroup * (kMathWarpgroups + (kDecodedInStages ? 2 : 1));  // producers, decoders
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
-constexpr int kProducerRegisters = 40, kMathRegisters = 232;  // on average the launch's 168 per thread
+constexpr int kProducerRegisters = kDecodedInStages ? 48 : 40, kDecoderRegisters = 48,
+              kMathRegisters = kDecodedInStages ? 208 : 232;
+static_assert(kProducerRegisters + (kDecodedInStages ? kDecoderRegisters : 0) + 2 * kMathRegisters ==
+                  (kDecodedInStages ? 4 * 128 : 3 * 168),
+              "the launch's registers per thread");
+// Decoders take the registers of tails.
+constexpr int kMostTailRows = kDecodedInStages ? 0 : kTailRows, kCut = kDecodedInStages ? kUntailedTile : kBlockM;
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 struct Operands {
-    const TensorMap *tokens, *narrow_tokens, *weights;  // tokens in boxes of 64 rows, and of kTailRows
+    const TensorMap *tokens, *narrow_tokens;  // in boxes of 64 rows, and of kTailRows
+    const WeightMap* weights;
     ActivationScales token_scales;
     const WeightScale* weight_scales;  // [experts, ceil(N / 128), K / 128]
-    int n, k_blocks;
+    int n, k_blocks, steps;            // steps: of a tile
 };
 
 // Shared memory of a kernel with kStagingRows for its epilogue, and other areas of its own.
 template <int kHalves, int kStagingRows, class... Others>
-using RowTileStages = Stages<kAsManyAsFit, Tokens<kBlockM + kTailRows>, Weights<kHalves * kHalfN>,
-                             Staging<kStagingRows>, TokenScales<kBlockM + kTailRows + ActivationScales::kSlack>,
+using RowTileStages = Stages<kAsManyAsFit, Tokens<kBlockM + kMostTailRows>, Weights<kHalves * kHalfN>,
+                             Staging<kStagingRows>, TokenScales<kBlockM + kMostTailRows + ActivationScales::kSlack>,
                              WeightScales<kHalves>, TileOfStage<1>, Full<1>, Empty<1>, Others...>;
 
 // The stages of a K block. Tokens and weights share a stage; but with kKeepWeights a tile of the same weights as the

@@ -1,14 +1,12 @@
 """The launches of GEMM 1 of the experts, with its activation and the quantization of the result."""
 
 from fp8moe_plugin.formats.activation import ActivationNumbers
-from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows, Weights
-from fp8moe_plugin.launches.sm90.tensor_maps import gate_up_map, rows_map, weights_map
+from fp8moe_plugin.launches.sm90.tensor_maps import gate_up_map, halves_map, rows_map
 from fp8moe_plugin.launches.sm90.tiles import Tiles
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.constants import BOX_ROWS, TAIL_ROWS
-from fp8moe_plugin.plan.tuning import L2_FETCH
 
 
 def gate_up_launch(
@@ -36,7 +34,7 @@ def gate_up_launch(
         key.arguments(
             a_map=rows_map(a, BOX_ROWS),
             a_narrow_map=rows_map(a, TAIL_ROWS),
-            b_map=weights_map(w13, GROUP, L2_FETCH),
+            b_map=halves_map(w13),
             d_map=rows_map(out, BOX_ROWS),
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,

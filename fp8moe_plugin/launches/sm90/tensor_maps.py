@@ -44,6 +44,11 @@ def weights_map(b: Weights, box_rows: int, l2_fetch: int) -> TensorMap | Chunks:
     return TensorMap(b.values, sizes, (b.nbytes(pitch),), box, 1, l2_fetch)
 
 
+def halves_map(w13: Weights) -> TensorMap | Chunks:
+    """Returns the map of `[E, 2I, K]` in boxes of 128 rows of either half. Chunks have rows of both."""
+    return _gate_up_chunks(w13) if w13.format is PACKED_MXFP4 else weights_map(w13, GROUP, L2_FETCH)
+
+
 def gate_up_map(w13: Weights) -> TensorMap | Chunks:
     """Returns the map of `[E, 2I, K]` with dimensions `[K, 8, 2, ..]`.
 

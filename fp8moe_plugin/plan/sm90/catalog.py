@@ -23,7 +23,9 @@ WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {
     FP8_CHANNEL: (("FP8_CHANNEL", 1),),
     PACKED_MXFP4: (("MXFP4", 1),),
 }
-FEW_ROWS_ONLY = (PACKED_MXFP4,)  # formats without kernels for many rows; those for few rows run instead
+# Formats that kernels decode. Those for many rows do so in shared memory; they do not gather, keep weights from tile to
+# tile or compute batched experts. The plan takes no small batches of them.
+PACKED_FORMATS = (PACKED_MXFP4,)
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests
 DENSE_FEW_TILE_ROWS = (8, 16, 32)  # padded rows of dense_gemm_few_rows
@@ -146,12 +148,23 @@ def _weight_macros(weights: WeightFormat, bias: bool) -> tuple[tuple[str, int], 
     return *WEIGHT_MACROS[weights], *((("BIAS", 1),) if bias else ())
 
 
+def _decoding_macros(weights: WeightFormat) -> tuple[tuple[str, int], ...]:
+    """Returns the macros of kernels for many rows, which decode packed weights in shared memory."""
+    return (("DECODED", 1),) if weights in PACKED_FORMATS else ()
+
+
+def many_rows_threads(weights: WeightFormat) -> int:
+    """Returns the threads of kernels for many rows: two warpgroups multiply, one loads, and one decodes if needed."""
+    return 512 if weights in PACKED_FORMATS else 384
+
+
 def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, for many rows per expert.
 
     With `gather` it gathers each expert's rows from the step's tokens; else its operand has consecutive rows.
     """
-    return KernelKey("gate_up", (("GATHER", int(gather)), *_gate_up_macros(spec)), 384, SMEM_BYTES)
+    macros = *_gate_up_macros(spec), *_decoding_macros(spec.weights)
+    return KernelKey("gate_up", (("GATHER", int(gather)), *macros), many_rows_threads(spec.weights), SMEM_BYTES)
 
 
 def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
@@ -181,9 +194,9 @@ def grouped_gemm_key(
     output: Output, block_n: int = 256, keep_b: bool = False, weights: WeightFormat = FP8_BLOCK, bias: bool = False
 ) -> KernelKey:
     """GEMM with many rows per group, or with one group; `keep_b`: see `sm90.grouped.keeps_b`."""
-    macros = _weight_macros(weights, bias)
+    macros = *_weight_macros(weights, bias), *_decoding_macros(weights)
     defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)), *macros)
-    return KernelKey("grouped_gemm", defines, 384, SMEM_BYTES)
+    return KernelKey("grouped_gemm", defines, many_rows_threads(weights), SMEM_BYTES)
 
 
 @functools.cache

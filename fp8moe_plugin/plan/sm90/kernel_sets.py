@@ -8,9 +8,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
     DENSE_FEW_TILE_ROWS,
     DENSE_TILE_ROWS,
-    FEW_ROWS_ONLY,
     GROUPED_TILE_N,
     MQA_NEXT_N,
+    PACKED_FORMATS,
     SMALL_BATCH_STAGES,
     add_sums_key,
     choose_experts_key,
@@ -52,8 +52,8 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
     if arrival is Arrival.PUSHED:
         return _push_kernels(spec)
-    if spec.weights in FEW_ROWS_ONLY:
-        return _only_few_rows_kernels(spec)
+    if spec.weights in PACKED_FORMATS:
+        return _packed_kernels(spec, arrival)
     of_w2 = {"weights": spec.weights, "bias": spec.bias}
     down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, **of_w2) for keep in (False, True))
     gemms = {
@@ -65,17 +65,13 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     }
     if arrival is Arrival.BATCHED:
         return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
-    gemms |= _few_rows_kernels(spec) | _routing_kernels(spec)
-    if arrival is Arrival.QUANTIZED:
-        return gemms | {permute_key(): "copies of tokens that arrive quantized, for each of their experts"}
-    permuted = quantize_key(spec.ue8m0, Layout.PERMUTED)
-    gemms[permuted] = "quantization of the tokens, with a copy for each of their experts"
-    return gemms | _small_batch_kernels(spec)
+    gemms |= _few_rows_kernels(spec) | _permutation(spec, arrival) | _routing_kernels(spec)
+    return gemms if arrival is Arrival.QUANTIZED else gemms | _small_batch_kernels(spec)
 
 
 def _push_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the kernels of a layer whose ranks store tokens into each other's windows."""
-    small = {} if spec.weights in FEW_ROWS_ONLY else _small_batch_kernels(spec)
+    small = {} if spec.weights in PACKED_FORMATS else _small_batch_kernels(spec)
     return (
         layer_kernels(spec, Arrival.QUANTIZED)
         | small
@@ -104,13 +100,25 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     }
 
 
-def _only_few_rows_kernels(spec: LayerSpec) -> KernelSet:
-    """Returns the kernels of a layer whose steps all take those for few rows."""
+def _packed_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
+    """Returns the kernels of a layer whose weights kernels decode."""
+    few, of = few_rows_tokens(spec), f"of experts in {spec.weights.name}"
+    down = grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias)
     return {
-        grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 of experts in {spec.weights.name}",
-        gate_up_few_rows_key(spec): f"GEMM 1 of experts in {spec.weights.name}, and SwiGLU",
+        grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 {of} in steps of up to {few} tokens: decode",
+        gate_up_few_rows_key(spec): f"GEMM 1 {of} and SwiGLU in steps of up to {few} tokens: decode",
+        down: f"GEMM 2 {of} in steps of more than {few} tokens: prefill",
+        gate_up_key(spec, gather=False): f"GEMM 1 {of} and SwiGLU in steps of more than {few} tokens: prefill",
         **_row_major_quantization(spec),
+        **_permutation(spec, arrival),
     } | _routing_kernels(spec)
+
+
+def _permutation(spec: LayerSpec, arrival: Arrival) -> KernelSet:
+    if arrival is Arrival.QUANTIZED:
+        return {permute_key(): "copies of tokens that arrive quantized, for each of their experts"}
+    key = quantize_key(spec.ue8m0, Layout.PERMUTED)
+    return {key: "quantization of the tokens, with a copy for each of their experts"}
 
 
 def _row_major_quantization(spec: LayerSpec) -> KernelSet:

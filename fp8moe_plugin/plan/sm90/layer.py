@@ -13,7 +13,7 @@ from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import (
-    FEW_ROWS_ONLY,
+    PACKED_FORMATS,
     SMALL_BATCH_HIDDEN,
     SMALL_BATCH_STAGES,
     SMALL_BATCH_TOKENS,
@@ -40,13 +40,14 @@ from fp8moe_plugin.plan.sm90.scratch import (
     small_batch_scratch,
     sorted_scratch,
 )
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile, route_chunks
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile, route_chunks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
+    PACKED_FEW_ROWS_PER_EXPERT,
     SPLIT_BYTES,
     TILES_PER_CLUSTER,
 )
@@ -110,8 +111,14 @@ def plan_layer(
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens, tuning)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors, tuning)
-    few_rows = spec.weights in FEW_ROWS_ONLY or tokens <= few_rows_tokens(spec, tuning)
-    return sorted_step(spec, tokens, FEW_ROWS if few_rows else MANY_ROWS, multiprocessors, tuning)
+    return sorted_step(spec, tokens, row_tile(spec, tokens, tuning), multiprocessors, tuning)
+
+
+def row_tile(spec: LayerSpec, tokens: int, tuning: GpuTuning = UNTUNED) -> RowTile:
+    """Returns the tiles of a step whose rows are sorted by expert."""
+    if tokens <= few_rows_tokens(spec, tuning):
+        return FEW_ROWS
+    return UNTAILED if spec.weights in PACKED_FORMATS else MANY_ROWS
 
 
 def few_rows_tokens(spec: LayerSpec, tuning: GpuTuning = UNTUNED) -> int:
@@ -119,7 +126,8 @@ def few_rows_tokens(spec: LayerSpec, tuning: GpuTuning = UNTUNED) -> int:
 
     With more tokens, too many experts have more rows than a tile of FEW_ROWS and load their weights twice.
     """
-    return tuning.few_rows_per_expert * spec.shape.global_experts // spec.shape.topk
+    most = PACKED_FEW_ROWS_PER_EXPERT if spec.weights in PACKED_FORMATS else tuning.few_rows_per_expert
+    return most * spec.shape.global_experts // spec.shape.topk
 
 
 # ---- small batches -------------------------------------------------------------------------------------------------
@@ -140,7 +148,7 @@ def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
-    if nbytes * pairs * local_experts / global_experts > tuning.small_batch_bytes or spec.weights in FEW_ROWS_ONLY:
+    if nbytes * pairs * local_experts / global_experts > tuning.small_batch_bytes or spec.weights in PACKED_FORMATS:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
     if tokens <= fewer:
@@ -215,13 +223,13 @@ def sorted_step(
     """Returns the plan of a step whose rows are cut into such tiles."""
     shape = spec.shape
     topk, hidden, intermediate, local_experts, global_experts = shape
-    rows, few_rows = tokens * topk, tile.streams_weights
+    rows, few_rows, packed = tokens * topk, tile.streams_weights, spec.weights in PACKED_FORMATS
     rows_per_expert = rows / global_experts
-    gathers = few_rows or intermediate <= GATHER_UP_TO
-    may_split = few_rows and not spec.batch_invariant and spec.weights not in FEW_ROWS_ONLY
+    gathers = few_rows or (intermediate <= GATHER_UP_TO and not packed)
+    may_split = few_rows and not spec.batch_invariant and not packed
     splits = k_splits(rows, shape) if may_split else 1
     counters = row_counters(intermediate, splits)
-    keep_b = not few_rows and keeps_b(rows_per_expert, intermediate, tuning)
+    keep_b = not (few_rows or packed) and keeps_b(rows_per_expert, intermediate, tuning)
     return SortedStep(
         spec=spec,
         tokens=tokens,
