@@ -159,6 +159,7 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 struct PresentScales {
     float token[kTokens / 4], of_weights;
     RowScales<2> rows;
+    PresentScales() = default;
     template <class TokenScale>
     DEVICE PresentScales(WeightTile<SharedMemory> weights, TokenScale token_scale, const RowScales<2>& rows = {})
         : of_weights(weights.scale(0)), rows(rows) {
@@ -195,6 +196,7 @@ DEVICE void multiply_decoded(SharedMemory shared, Ring<kStages>& ring, int units
     for (; units > 0; units -= 2) {
         const int stage[2] = {ring.stage, ring.stage + 1 < kStages ? ring.stage + 1 : 0};
         Fragment<kTokens> product[2];
+        PresentScales scales[2];
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -202,17 +204,18 @@ DEVICE void multiply_decoded(SharedMemory shared, Ring<kStages>& ring, int units
             barrier_wait(shared.full(ring.stage), ring.phase);
             wgmma_issue(product[i], WeightTile(shared, ring.stage).operand(first), shared.tokens(ring.stage, 0));
             wgmma_commit();
+            // Before the wait, so that nothing is read of a stage when it is released.
+            auto token_scale = [&](int offset) { return shared.token_scale(stage[i], token + offset); };
+            scales[i] = PresentScales({shared, stage[i]}, token_scale);
             ring.advance();
         }
         wgmma_finish(product);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (i == units) break;
-            auto token_scale = [&](int offset) { return shared.token_scale(stage[i], token + offset); };
-            const PresentScales scales({shared, stage[i]}, token_scale);
             release(shared, stage[i]);
 #pragma unroll
-            for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[0][e], product[i][e], e);
+            for (int e = 0; e < kTokens / 2; ++e) scales[i].add(sum[0][e], product[i][e], e);
         }
     }
 }

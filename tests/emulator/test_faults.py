@@ -1047,8 +1047,8 @@ FAULTS = {
     ),
     "the second unit of two has the scales of the first": Fault(
         "down_small_batch.cu",
-        "PresentScales scales({shared, stage[i]}",
-        "PresentScales scales({shared, stage[0]}",
+        "PresentScales({shared, stage[i]}",
+        "PresentScales({shared, stage[0]}",
         packed_small_batch,
         "AssertionError",
         multiprocessors=CLUSTERS,

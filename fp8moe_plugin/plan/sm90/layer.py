@@ -140,8 +140,8 @@ def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
     many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
     MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, they quantize the
-    tokens themselves, and with packed MXFP4 one of 4,500 repeats on a GPU had other bits, for a reason that is not
-    found yet.
+    tokens themselves, and with packed MXFP4 one of 4,500 repeats on a GPU had other bits; what probably caused it is
+    corrected, but the tests have not run on a GPU since.
     """
     topk, hidden, intermediate, local_experts, global_experts = spec.shape
     pairs = tokens * topk
