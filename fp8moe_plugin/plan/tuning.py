@@ -15,15 +15,17 @@ FEW_ROWS_PER_EXPERT = 40
 
 # The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
 # for many rows decode a tile of weights once for up to 128 rows.
-# Measured: not yet.
-# Measure again: layers with 24 to 96 rows per expert by either kernels, and `MXFP4_ROWS_PER_EXPERT` with it.
-PACKED_FEW_ROWS_PER_EXPERT = 40
+# Measured: the latter take 1.13, 1.06, 0.85 and 0.73 of the time of the former in layers of DeepSeek-V4-Flash with 36,
+# 48, 72 and 96 rows per expert; with an eighth of the channels 1.14, 1.08, 0.96 and 0.90 ([080]).
+# Measure again: when either changes, and `MXFP4_ROWS_PER_EXPERT` with it; nothing between 48 and 72 rows was
+# measured.
+PACKED_FEW_ROWS_PER_EXPERT = 56
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.
-# Measured: a layer of DeepSeek-V4-Flash takes 0.75 of the time in block FP8 with 24 rows per expert, 0.98 with 48 and
-# 1.54 with 96; an eighth of the channels 0.73, 0.94 and 1.22 ([078]).
-# Measure again: when packed MXFP4 gets kernels for many rows; nothing between 48 and 96 rows was measured.
+# Measured: a layer of DeepSeek-V4-Flash takes 0.65 of the time in block FP8 with 24 rows per expert, 0.97 with 48, 1.22
+# with 72 and 1.26 with 96; an eighth of the channels 0.72, 0.90, 1.08 and 1.11 ([080]).
+# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; nothing between 48 and 72 rows was measured.
 MXFP4_ROWS_PER_EXPERT = 48
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
