@@ -11,16 +11,16 @@
 #include "epilogue/weighted_sum.cuh"
 
 // Inputs are not __restrict__: the compiler could then move their loads above the wait.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, kSumBlocks)
     combine(const uint4* rows, const int* slots, const float* weights, uint4* __restrict__ out, int vectors, int topk,
             int shared_expert, float routed_scale) {
     const int blocks_per_token = ceil_div(vectors, THREADS);
     const int token = blockIdx.x / blocks_per_token;
     const int vector = blockIdx.x % blocks_per_token * THREADS + threadIdx.x;
-    if (vector >= vectors) return;
     slots += static_cast<size_t>(token) * topk;
     const int routed = topk - shared_expert;
     weights += static_cast<size_t>(token) * routed;
-    out[static_cast<size_t>(token) * vectors + vector] =
-        weighted_sum(rows, slots, weights, vector, vectors, topk, routed, routed_scale);
+    uint4 sum;
+    weighted_sum(rows, slots, weights, vector, vectors, topk, routed, routed_scale, sum);
+    if (vector < vectors) out[static_cast<size_t>(token) * vectors + vector] = sum;
 }

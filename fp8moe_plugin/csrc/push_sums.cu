@@ -12,7 +12,7 @@
 #include "epilogue/weighted_sum.cuh"
 #include "ranks/window.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, kSumBlocks)
     push_sums(const uint4* rows, const int* slots, Window* window, int rows_per_rank, int vectors, int topk,
               float routed_scale) {
     let_next_kernel_start();
@@ -22,16 +22,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int source = window->peer(i / parts % window->ranks), t = i / parts / window->ranks;
         const int vector = i % parts * THREADS + threadIdx.x;
         const i64 token = i64(source) * rows_per_rank + t;
-        if (slots && !any_row(slots + token * topk, topk)) continue;
-        if (vector >= vectors) continue;
         uint4 sum;
+        bool any = true;
         if (slots) {
-            sum = weighted_sum(rows, slots + token * topk, weights + token * topk, vector, vectors, topk, topk,
-                               routed_scale);
+            any = weighted_sum(rows, slots + token * topk, weights + token * topk, vector, vectors, topk, topk,
+                               routed_scale, sum);
         } else {
             wait_for_previous_kernel();
-            sum = rows[token * vectors + vector];
+            if (vector < vectors) sum = rows[token * vectors + vector];
         }
+        if (!any || vector >= vectors) continue;
         uint4* const sums = window->in_window<uint4>(source, window->sums);
         store_to_peer(sums + (i64(window->rank) * rows_per_rank + t) * vectors + vector, sum);
     }
