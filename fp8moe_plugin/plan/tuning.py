@@ -64,6 +64,13 @@ KEEP_B_UP_TO = 256
 # Measure again: when the bandwidth of either path changes by more than 1%.
 SMALL_BATCH_BYTES = 3 * 2**28
 
+# The same for experts in packed MXFP4.
+# Measured: one token of DeepSeek-V4-Flash, 80 MB, takes 32.9 us, 36.8 with the other kernels; one of an eighth of its
+# channels, 10 MB, 11.5 and 27.3; eight of Flash, 640 MB, 186 and 155 ([078]). Rates and fixed times that fit these
+# cross at 185 MB.
+# Measure again: two to six tokens of Flash, 160 to 480 MB.
+PACKED_SMALL_BATCH_BYTES = 2**27
+
 # The fewest K blocks per block of gate_up_small_batch in a batch of 9 to 16 tokens.
 # Measured: Qwen3 (hidden 2048) with clusters of eight, two K blocks per block, was slower than five launches at 12
 # and 16 tokens; with clusters of four, four K blocks, it is faster ([021], [022]).

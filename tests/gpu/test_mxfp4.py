@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 LAYERS = {"flash-tp8": (16, 4096, 256, 6), "wide": (8, 1024, 2048, 2), "one-block": (5, 128, 128, 3)}
 CPU = torch.device("cpu")
+E4M3_STEP = 2**-3  # between two numbers, at most
 
 
 def on_gpu(layer: h.Layer) -> h.Layer:
@@ -74,5 +75,6 @@ def test_wider_blocks_take_further_steps(name: str, tokens: int, span: int) -> N
     x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, topk, experts)
     on_cpu = fused_moe(x, *packed, *routing, weights=PACKED_MXFP4)
     out = fused_moe(x.cuda(), *on_gpu(packed), *(part.cuda() for part in routing), weights=PACKED_MXFP4)
-    for channel in range(0, hidden, 97):
-        assert h.relative_l2(out[:, channel].cpu(), on_cpu[:, channel]) <= 2e-2, channel
+    assert h.relative_l2(out.cpu(), on_cpu) <= 2e-2
+    for channel in range(0, hidden, 97):  # one value between the GEMMs, rounded the other way, may be all of a channel
+        assert h.relative_l2(out[:, channel].cpu(), on_cpu[:, channel]) <= E4M3_STEP, channel

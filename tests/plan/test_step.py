@@ -79,10 +79,12 @@ def test_small_batch_kernels_share_a_multiprocessor(kind, weights):
         assert sum(key.threads for key in pair) <= 2048
 
 
-def test_packed_weights_have_no_small_batches():
-    shape = MoeShape(6, 4096, 2048, 256, 256)
-    assert isinstance(plan_layer(LayerSpec(shape), 5), SmallBatchStep)
-    assert isinstance(plan_layer(LayerSpec(shape, weights=PACKED_MXFP4), 1), SortedStep)
+@pytest.mark.parametrize(("channels", "most"), [(2048, 1), (256, 13)])
+def test_small_batches_of_packed_weights_read_fewer_bytes(channels, most):
+    shape = MoeShape(6, 4096, channels, 256, 256)
+    assert isinstance(plan_layer(LayerSpec(shape), most + 1), SmallBatchStep)
+    steps = [plan_layer(LayerSpec(shape, weights=PACKED_MXFP4), tokens) for tokens in (most, most + 1)]
+    assert [type(step) for step in steps] == [SmallBatchStep, SortedStep]
 
 
 @pytest.mark.parametrize("change", [{"further_steps": (0, 1)}, {"further_steps": (2, 0)}, {"batch_invariant": True}])

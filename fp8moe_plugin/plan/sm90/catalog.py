@@ -24,7 +24,7 @@ WEIGHT_MACROS: dict[WeightFormat, tuple[tuple[str, int], ...]] = {
     PACKED_MXFP4: (("MXFP4", 1),),
 }
 # Formats that kernels decode. Those for many rows do so in shared memory; they do not gather, keep weights from tile to
-# tile or compute batched experts. The plan takes no small batches of them.
+# tile or compute batched experts.
 PACKED_FORMATS = (PACKED_MXFP4,)
 SMEM_BYTES = 227 * KIB  # limit per block; kernels with one block per SM have as many stages as fit
 MULTIPROCESSOR_SMEM_BYTES = 228 * KIB  # per SM; each block takes 1 KiB more than it requests

@@ -71,10 +71,9 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
 
 def _push_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the kernels of a layer whose ranks store tokens into each other's windows."""
-    small = {} if spec.weights in PACKED_FORMATS else _small_batch_kernels(spec)
     return (
         layer_kernels(spec, Arrival.QUANTIZED)
-        | small
+        | _small_batch_kernels(spec)
         | {
             push_tokens_key(spec.ue8m0, quantize=True): "tokens stored in the windows of other ranks, in e4m3",
             push_tokens_key(
@@ -103,6 +102,7 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
 def _packed_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns the kernels of a layer whose weights kernels decode."""
     few, of = few_rows_tokens(spec), f"of experts in {spec.weights.name}"
+    small = {} if arrival is Arrival.QUANTIZED else _small_batch_kernels(spec)
     down = grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias)
     return {
         grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 {of} in steps of up to {few} tokens: decode",
@@ -111,6 +111,7 @@ def _packed_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
         gate_up_key(spec, gather=False): f"GEMM 1 {of} and SwiGLU in steps of more than {few} tokens: prefill",
         **_row_major_quantization(spec),
         **_permutation(spec, arrival),
+        **small,
     } | _routing_kernels(spec)
 
 

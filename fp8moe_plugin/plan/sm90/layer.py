@@ -48,6 +48,7 @@ from fp8moe_plugin.plan.tuning import (
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
     PACKED_FEW_ROWS_PER_EXPERT,
+    PACKED_SMALL_BATCH_BYTES,
     SPLIT_BYTES,
     TILES_PER_CLUSTER,
 )
@@ -139,16 +140,16 @@ def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
     many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
-    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, they quantize the
-    tokens themselves, and with packed MXFP4 one of 4,500 repeats on a GPU had other bits; what probably caused it is
-    corrected, but the tests have not run on a GPU since.
+    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, and they quantize
+    the tokens themselves.
     """
     topk, hidden, intermediate, local_experts, global_experts = spec.shape
     pairs = tokens * topk
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
-    if nbytes * pairs * local_experts / global_experts > tuning.small_batch_bytes or spec.weights in PACKED_FORMATS:
+    most = PACKED_SMALL_BATCH_BYTES if spec.weights in PACKED_FORMATS else tuning.small_batch_bytes
+    if nbytes * pairs * local_experts / global_experts > most:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
     if tokens <= fewer:
