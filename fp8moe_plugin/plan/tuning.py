@@ -210,11 +210,11 @@ L2_BYTES = 2**25
 
 # The tokens per rank from which on they are sent to other ranks in e4m3 with scales, instead of bfloat16, through an
 # all-gather. The largest number of a rank counts, because all ranks have to choose alike.
-# Measured: on 8 H200 over NCCL, DeepSeek-V4-Flash's layer with its all-gather and reduce-scatter takes 98.5, 225, 340,
-# 549 and 2892 us in bfloat16 with 1, 8, 128, 512 and 4096 tokens per rank, and 112, 239, 347, 521 and 2690 us in e4m3,
-# though these were dequantized and quantized again.
-# Measure again: with an op that takes e4m3, which saves both; nothing between 128 and 512 tokens was measured.
-QUANTIZED_TOKENS = 512
+# Measured: on 4 H200 over NCCL, DeepSeek-V4-Flash's layer with its all-gather and reduce-scatter takes 85.6, 267, 409,
+# 482, 592 and 2187 us in bfloat16 with 1, 8, 32, 128, 512 and 4096 tokens per rank, and 95.4, 274, 409, 476, 562 and
+# 1888 us in e4m3 ([081]). On 8 it took 340 and 347 us with 128, when gathered tokens were quantized twice.
+# Measure again: on 8 GPUs with 128 and 256 tokens.
+QUANTIZED_TOKENS = 256
 
 # How many bytes L2 fetches from memory when it misses on a row of a box, for operands that several blocks read.
 # Measured: prefill prefers 256 bytes: TP8 with 8192 tokens 1137 us, 1154 us with 128; GEMM 1 of EP1 loses 1% with 128

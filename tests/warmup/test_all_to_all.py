@@ -41,7 +41,7 @@ def test_without_the_variable_it_says_what_that_would_use(v3: Model) -> None:
     assert found
     assert (found.used, found.window_rows) == ("engine", 6159)
     assert found.why.startswith(GATHERED)
-    assert "in e4m3 in steps of 512 or more tokens a rank" in found.why
+    assert "in e4m3 in steps of 256 or more tokens a rank" in found.why
     assert "With FP8MOE_EP=push, 8 ranks store tokens into each other's windows of 1024 MiB, in steps" in found.why
 
 
