@@ -7,7 +7,14 @@ from pathlib import Path
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.jit.atomic import write_file
-from fp8moe_plugin.launches.tuning_file import TuningFile, plugin_version, read_tuning, tuning_path, tuning_text
+from fp8moe_plugin.launches.tuning_file import (
+    TuningFile,
+    has_no_thresholds,
+    plugin_version,
+    read_tuning,
+    tuning_path,
+    tuning_text,
+)
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
@@ -76,10 +83,13 @@ def write(file: TuningFile, path: Path) -> None:
 
 
 def findings(facts: Diagnosis) -> Iterator[Finding]:
-    """Say for each kind of GPU of this machine whether FP8MOE_TUNING is for it. Raises like `read_tuning`."""
+    """Say for each kind of GPU that is served here whether FP8MOE_TUNING is used. Raises like `read_tuning`."""
     path = tuning_path()
-    for name in dict.fromkeys(gpu.name for gpu in facts.gpus if path and gpu.backend == "sm90"):
-        assert path
+    if path is None:
+        return
+    for name in dict.fromkeys(gpu.name for gpu in facts.gpus if gpu.served and gpu.backend == "triton"):
+        yield Finding(subject="tuning", found=has_no_thresholds(name))
+    for name in dict.fromkeys(gpu.name for gpu in facts.gpus if gpu.served and gpu.backend == "sm90"):
         found, file = read_tuning(path, name), shown_text(path)
         if isinstance(found, str):
             advice = f"Run `fp8moe-warmup tune --out {shell_word(str(path))}` on this GPU."

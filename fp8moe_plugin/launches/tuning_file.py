@@ -53,8 +53,13 @@ def tuning_path() -> Path | None:
     return Path(os.path.expanduser(path)) if path else None  # noqa: PTH111  (Path.expanduser raises without a home)
 
 
+def has_no_thresholds(gpu: str) -> str:
+    """Returns that the file has no effect on a GPU of this name, which Triton kernels serve."""
+    return f"FP8MOE_TUNING has no effect on {shown_text(gpu)}, which Triton kernels serve: it is for CUDA kernels"
+
+
 def tuning_of(gpu: str) -> GpuTuning:
-    """Returns the tuning of a GPU of this name: that of FP8MOE_TUNING, or the defaults.
+    """Returns the tuning of the CUDA kernels on a GPU of this name: that of FP8MOE_TUNING, or the defaults.
 
     The defaults, with a warning in the log, also apply if the file is for another GPU or version. A deployment may
     update the plugin before its settings, and another version's kernels were measured.

@@ -20,7 +20,7 @@ from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.backend import Backend
 from fp8moe_plugin.launches.backends import BACKENDS, choose_backend
-from fp8moe_plugin.launches.tuning_file import tuning_of
+from fp8moe_plugin.launches.tuning_file import has_no_thresholds, tuning_of, tuning_path
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops.option_checks import check_int
 from fp8moe_plugin.plan.keys import SM90
@@ -222,4 +222,12 @@ def _gpu(device: torch.device) -> Gpu | None:
         logger.warning("fp8moe: the plain-torch reference serves device %s (%s); it is slow", device, why)
         return None
     gpu = torch.cuda.get_device_properties(device)
-    return Gpu(device.index, gpu.multi_processor_count, backend.tuned(tuning_of(gpu.name)))
+    return Gpu(device.index, gpu.multi_processor_count, _tuned(backend, gpu.name))
+
+
+def _tuned(backend: Backend, gpu: str) -> Backend:
+    if backend.target == SM90:
+        return backend.tuned(tuning_of(gpu))
+    if tuning_path():
+        log_once(logging.WARNING, has_no_thresholds(gpu))
+    return backend

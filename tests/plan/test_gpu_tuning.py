@@ -146,3 +146,17 @@ def test_the_file_decides_for_a_gpu_with_its_name(path: Path, monkeypatch: pytes
         device = devices._gpu.__wrapped__(torch.device("cuda", 0))
         assert device is not None
         assert device.backend.tuning == found
+
+
+def test_triton_kernels_do_not_read_the_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    path.unlink()
+    gpu = SimpleNamespace(name="NVIDIA L40S", multi_processor_count=142)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    device = devices._gpu.__wrapped__(torch.device("cuda", 0))
+    assert device is not None
+    assert device.backend is BACKENDS["sm_89"]
+    (line,) = plugin_log.messages
+    assert line.startswith("fp8moe: FP8MOE_TUNING has no effect on NVIDIA L40S, which Triton kernels serve")

@@ -109,6 +109,21 @@ def test_the_doctor_says_whether_the_file_is_used(
     ] * len(set(names))
 
 
+def test_the_doctor_advises_tuning_only_where_possible(
+    clock: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = HOPPER | {"compute_capability": "8.9"}
+    gpus = [
+        Gpu(ordinal=0, name="NVIDIA L40S", **other | {"backend": "triton"}),
+        Gpu(ordinal=1, name="NVIDIA L4", **other | {"served": False, "refusal": "the SM90 kernels need a Hopper GPU"}),
+    ]
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), gpus))
+    set_variables(monkeypatch, FP8MOE_TUNING=str(clock / "missing.json"))
+    main(["doctor"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tuning: " in line]
+    assert [line.strip()[:56] for line in lines] == ["tuning: FP8MOE_TUNING has no effect on NVIDIA L40S, whic"]
+
+
 def test_a_file_of_something_else_is_wrong(
     clock: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
