@@ -10,6 +10,7 @@ from fp8moe_plugin.layers.all_to_all import (
     NO_ALL_GATHER,
     NO_KERNELS,
     UNDER_SGLANG,
+    WEIGHTED_TOKENS,
     place_refusal,
     vllm_keeps_its_own,
     windows,
@@ -22,12 +23,14 @@ from warmup.report import AllToAllReport, Finding
 
 ALL_GATHER = (
     "Tokens reach the experts of other GPUs by vLLM's all-gather (--all2all-backend allgather_reducescatter, its "
-    f"default): in e4m3 in steps of {QUANTIZED_TOKENS} or more tokens a rank, in BF16 in shorter ones."
+    "default)"
 )
+FORMATS = f"in e4m3 in steps of {QUANTIZED_TOKENS} or more tokens a rank, in BF16 in shorter ones"
 SPLIT_TOKENS = (
     "With tensor parallelism, windows need a model whose tokens vLLM splits among these ranks, such as DeepSeek-V3 and "
     "Qwen3-MoE; others keep vLLM's all-to-all."
 )
+WEIGHTED = ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")  # models whose router's weights multiply the tokens
 
 
 def all_to_all(model: Model, parallel: Parallel, step: int, gpus: list[Gpu] | None = None) -> AllToAllReport | None:
@@ -43,12 +46,13 @@ def all_to_all(model: Model, parallel: Parallel, step: int, gpus: list[Gpu] | No
     if parallel.sglang or parallel.dp == 1 or parallel.ep == 1:
         why = UNDER_SGLANG if parallel.sglang else vllm_keeps_its_own(NO_ALL_GATHER)
         return AllToAllReport(used="engine", why=f"{why}.") if wanted == "push" else None
-    if refusal := _refusal(parallel, model.experts.hidden, gpus or []):
+    gathered = f"{ALL_GATHER}, in BF16." if model.architecture in WEIGHTED else f"{ALL_GATHER}: {FORMATS}."
+    if refusal := _refusal(model, parallel, gpus or []):
         kept = [f"{vllm_keeps_its_own(refusal)}."] if wanted == "push" else []
-        return AllToAllReport(used="engine", why=" ".join([*kept, ALL_GATHER]))
+        return AllToAllReport(used="engine", why=" ".join([*kept, gathered]))
     found = windows(parallel.ranks, step, parallel.tp, model.experts.hidden, model.experts.topk)
     pushed = f"{found}. {SPLIT_TOKENS}" if parallel.tp > 1 else f"{found}."
-    why = f"FP8MOE_EP=push: {pushed}" if wanted == "push" else f"{ALL_GATHER} With FP8MOE_EP=push, {pushed}"
+    why = f"FP8MOE_EP=push: {pushed}" if wanted == "push" else f"{gathered} With FP8MOE_EP=push, {pushed}"
     return AllToAllReport(used=wanted, why=why, window_bytes=found.nbytes, window_rows=found.rows)
 
 
@@ -58,15 +62,20 @@ def window_bytes(model: Model, parallel: Parallel, step: int) -> int:
     return found.window_bytes or 0 if found and found.used == "push" else 0
 
 
-def _refusal(parallel: Parallel, hidden: int, gpus: list[Gpu]) -> str | None:
+def _refusal(model: Model, parallel: Parallel, gpus: list[Gpu]) -> str | None:
     """Returns why vLLM's ranks keep its all-to-all, or None; `gpus`: of each host, empty if they are not known."""
-    if any(gpu.backend != "sm90" for gpu in gpus):
+    if model.architecture in WEIGHTED:
+        return WEIGHTED_TOKENS
+    used = gpus[: parallel.gpus]
+    if ({gpu.backend for gpu in used} or {settings().backend}) - {"sm90", "auto"}:
         return NO_KERNELS
-    if (refusal := push_refusal(parallel.ranks, hidden)) or not gpus:
+    if (refusal := push_refusal(parallel.ranks, model.experts.hidden)) or not gpus:
         return refusal
-    places = [divmod(rank, len(gpus)) for rank in range(parallel.ranks)]
-    used = gpus[: parallel.ranks]
-    return place_refusal(places, [gpu.reaches(used) for gpu in used])
+    # vLLM gives a data-parallel rank the GPUs of all its stages, and stage after stage those of its tensor parallelism.
+    replicas = range(0, parallel.gpus, parallel.gpus // parallel.dp)
+    places = [divmod(first + rank, len(gpus)) for first in replicas for rank in range(parallel.tp)]
+    of_group = [gpus[at] for _, at in places]
+    return place_refusal(places, [gpu.reaches(of_group) for gpu in of_group])
 
 
 def findings(model: Model, parallel: Parallel, step: int, gpus: list[Gpu]) -> Iterator[Finding]:

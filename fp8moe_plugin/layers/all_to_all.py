@@ -9,6 +9,7 @@ from fp8moe_plugin.plan.tuning import EP_WINDOW_BYTES
 
 NO_ALL_GATHER = "no data parallelism with --enable-expert-parallel and --all2all-backend allgather_reducescatter"
 NO_KERNELS = "a device without our CUDA kernels"
+WEIGHTED_TOKENS = "a router whose weights multiply the tokens"
 UNDER_SGLANG = (
     "FP8MOE_EP=push has no effect under SGLang, which gathers the tokens of all ranks before it calls a layer"
 )

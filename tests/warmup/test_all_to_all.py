@@ -63,6 +63,26 @@ def test_the_engines_own_is_used_and_it_says_why(v3: Model, parallel: Parallel, 
     assert found.why.startswith(why)
 
 
+def test_weights_that_multiply_tokens_keep_the_all_gather(models: dict[str, Model]) -> None:
+    llama = models["Llama-4-Scout-17B-16E-Instruct"]
+    without = all_to_all.all_to_all(llama, DP8, 8192)
+    with environment("FP8MOE_EP", "push"):
+        found = all_to_all.all_to_all(llama, DP8, 8192)
+    assert found
+    assert without
+    assert without.why == f"{GATHERED} (--all2all-backend allgather_reducescatter, its default), in BF16."
+    assert found.why == f"{OWN}a router whose weights multiply the tokens. {without.why}"
+    assert (found.used, found.window_bytes) == ("engine", None)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_another_backend_has_no_windows(v3: Model, backend: str) -> None:
+    with environment("FP8MOE_EP", "push"), environment("FP8MOE_BACKEND", backend):
+        found = all_to_all.all_to_all(v3, DP8, 8192)
+    assert found
+    assert found.why.startswith(f"{OWN}a device without our CUDA kernels. {GATHERED}")
+
+
 def test_windows_are_counted_with_the_memory_of_a_step(v3: Model) -> None:
     def step_bytes() -> list[int]:
         return [memory.step_bytes(v3, parallel, 4000, scratch=0) for parallel in (DP8, Parallel(8))]
@@ -142,6 +162,27 @@ def test_doctor_checks_the_links_between_gpus(
     assert ("GPU links" in printed) == (len(found) > 1)
     pushed = "ok     all-to-all: FP8MOE_EP=push: 2 ranks store tokens into each other's windows of "
     assert (f"       all-to-all: {OWN}{fate}. {GATHERED}" if fate else pushed) in printed
+
+
+@pytest.mark.parametrize(
+    ("parallel", "others", "used"),
+    [
+        (Parallel(1, 2, ep=2, pp=2), [], "push"),
+        (Parallel(1, 4, ep=4, pp=2), [], "engine"),  # on two hosts
+        (Parallel(1, 2, ep=2), ["triton"], "push"),  # which no rank uses
+        (Parallel(1, 2, ep=2, pp=2), ["triton"], "push"),
+        (Parallel(1, 8, ep=8), ["triton"], "engine"),
+    ],
+    ids=str,
+)
+def test_only_gpus_of_a_group_count(v3: Model, parallel: Parallel, others: list[str], used: str) -> None:
+    reached = {0: [2, 1], 1: [0], 2: [0, 3], 3: [2]} if parallel.pp > 1 else {i: [*range(4)] for i in range(4)}
+    found = gpus({i: (peers, []) for i, peers in reached.items()})
+    found += [gpu for backend in others for gpu in gpus({4: ([], [])}, backend)]
+    with environment("FP8MOE_EP", "push"):
+        report = all_to_all.all_to_all(v3, parallel, 64, found)
+    assert report
+    assert report.used == used
 
 
 def test_doctor_asks_the_driver_about_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:

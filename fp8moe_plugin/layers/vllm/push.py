@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed import get_ep_group
 
-from fp8moe_plugin.layers.all_to_all import NO_ALL_GATHER, NO_KERNELS, vllm_keeps_its_own, windows
+from fp8moe_plugin.layers.all_to_all import NO_ALL_GATHER, NO_KERNELS, WEIGHTED_TOKENS, vllm_keeps_its_own, windows
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.vllm.gather import most_tokens
 from fp8moe_plugin.layers.window import open_group_window, window_refusal
@@ -68,7 +68,7 @@ def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
     if engine.model_config.enable_sleep_mode:
         return "sleep mode, which discards the table of the experts' ranks and cannot free the windows"
     if layer.apply_router_weight_on_input:
-        return "a router whose weights multiply the tokens"
+        return WEIGHTED_TOKENS
     backend = backend_of(layer.expert_map)
     if backend is None or backend.target != SM90:
         return NO_KERNELS
