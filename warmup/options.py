@@ -179,7 +179,7 @@ def _check_files(parser: Parser, given: argparse.Namespace) -> None:
     read = given.command == "verify"
     report: Path | None = None if given.json == STDOUT else given.json
     for path in (report, None if read else given.bundle, given.plot, _tuning_file(given)):
-        refusal = _refusal(path) if path else None
+        refusal = _refusal(path, replaced=path is given.bundle) if path else None
         if refusal:
             parser.error(f"{str(path)!r} cannot be written: {refusal}")
     if report is None:
@@ -212,11 +212,17 @@ def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
             yield from (("a file of the checkpoint", path) for path in Path(given.model).iterdir())
 
 
-def _refusal(path: Path) -> str | None:
-    """Returns why a file cannot be written to this path, or None if it can."""
+def _refusal(path: Path, replaced: bool) -> str | None:
+    """Returns why a file cannot be written to this path, or None if it can.
+
+    Args:
+        replaced: a new file takes the place of an old one, which may be no pipe or device then.
+    """
     try:
         if path.name in ("", "..") or path.is_dir():
             return "it is a folder"
+        if replaced and path.exists() and not path.is_file():
+            return "it is a pipe or a device"
         if not path.parent.is_dir():
             return "its folder does not exist"
         os.lstat(path)  # fails if the name is too long

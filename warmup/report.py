@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import os
 import platform
 from enum import StrEnum
 from importlib import metadata
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp8moe_plugin.bench.result import BenchResult
 from fp8moe_plugin.compare.result import CompareResult
-from fp8moe_plugin.jit.atomic import write_file
+from fp8moe_plugin.jit.atomic import write_output
 from fp8moe_plugin.launches.tuning_file import TuningFile
 from fp8moe_plugin.plan.keys import SM90
 from warmup.diagnosis import Diagnosis
@@ -233,12 +232,8 @@ class Report(Part):
         return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write the report, atomically unless `path` is a pipe or device. Raises `OSError`."""
-        content = self.as_json().encode()
-        if path.exists() and not path.is_file():
-            path.write_bytes(content)
-            return
-        write_file(Path(os.path.realpath(path)), content, 0o666)
+        """Write the report, as `write_output` does. Raises `OSError`."""
+        write_output(path, self.as_json().encode())
 
 
 def versions() -> dict[str, str]:

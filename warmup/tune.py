@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.jit.atomic import write_file
+from fp8moe_plugin.jit.atomic import write_output
 from fp8moe_plugin.launches.tuning_file import (
     TuningFile,
     has_no_thresholds,
@@ -76,7 +76,7 @@ def write(file: TuningFile, path: Path) -> None:
     """Write the file, and print how to serve with it. Raises `UnsupportedError` if it cannot be written."""
     path = path.absolute()
     try:
-        write_file(path, f"{file.model_dump_json(indent=1)}\n".encode(), 0o666)
+        write_output(path, f"{file.model_dump_json(indent=1)}\n".encode())
     except OSError as error:
         raise UnsupportedError(f"{as_text(path)} cannot be written: {error.strerror}. Choose another file.") from error
     print(f"Serve with FP8MOE_TUNING={shell_word(str(path))}, on every rank.")

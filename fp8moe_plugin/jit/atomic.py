@@ -45,6 +45,14 @@ def write_file(path: Path, content: bytes, mode: int, least: int = OWNER) -> Non
         os.close(folder)
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file that a user named: through a link, atomically, unless it is a pipe or device. Raises `OSError`."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+    else:
+        write_file(Path(os.path.realpath(path)), content, 0o666)
+
+
 def make_folder(path: Path, mode: int) -> None:
     """Create a folder and its parents if they do not exist.
 

@@ -43,6 +43,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(
     assert not cache.exists()
 
 
+def test_a_bundle_does_not_replace_a_pipe(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(SystemExit):
+        main(["bundle", "--bundle", str(pipe)])
+    assert f"{str(pipe)!r} cannot be written: it is a pipe or a device" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize("folder", [LONG, "{}/none"])
 def test_a_bundle_that_cannot_be_read_is_an_error(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str

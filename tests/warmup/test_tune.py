@@ -1,6 +1,7 @@
 """`tune` with made-up times, the file that it writes, and what `doctor` says of it."""
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -81,6 +82,18 @@ def test_a_file_that_cannot_be_written_is_refused_first(
     with pytest.raises(SystemExit):
         main(["tune", "--out", out])
     assert "cannot be written: " in capsys.readouterr().err
+
+
+def test_the_file_goes_through_a_link_and_into_a_pipe(clock: Path) -> None:
+    link, target, pipe = (clock / name for name in ("link.json", "target.json", "pipe"))
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert main(["tune", "--out", str(link)]) == main(["tune", "--out", str(pipe)]) == 0
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert os.read(reader, 1 << 16) == target.read_bytes()
+    os.close(reader)
 
 
 def test_the_report_does_not_overwrite_the_file(clock: Path, capsys: pytest.CaptureFixture[str]) -> None:
