@@ -182,11 +182,11 @@ def _check_files(parser: Parser, given: argparse.Namespace) -> None:
         refusal = _refusal(path, replaced=path is given.bundle) if path else None
         if refusal:
             parser.error(f"{str(path)!r} cannot be written: {refusal}")
-    if report is None:
-        return
-    for name, path in _other_files(given):
-        if _same_file(report, path):
-            parser.error(f"--json and {name} are the same file, {str(report)!r}: choose another report file")
+    for option, written in (("--json", report), ("--out", _tuning_file(given))):
+        for name, path in _other_files(given) if written else ():
+            if written and name != option and _same_file(written, path):
+                kind = "report " if written is report else ""
+                parser.error(f"{option} and {name} are the same file, {str(written)!r}: choose another {kind}file")
 
 
 def _tuning_file(given: argparse.Namespace) -> Path | None:
@@ -195,7 +195,7 @@ def _tuning_file(given: argparse.Namespace) -> Path | None:
 
 
 def _other_files(given: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """Files that a report must not overwrite: other outputs of the command, and its possible inputs."""
+    """Files that a report and `tune` must not overwrite: other outputs of the command, and its possible inputs."""
     bundle = given.bundle or (BUNDLE if given.command == "bundle" else None)
     for name, path in (("--bundle", bundle), ("--plot", given.plot), ("--out", _tuning_file(given))):
         if path:

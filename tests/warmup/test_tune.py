@@ -84,6 +84,15 @@ def test_a_file_that_cannot_be_written_is_refused_first(
     assert "cannot be written: " in capsys.readouterr().err
 
 
+def test_a_checkpoint_is_not_overwritten(
+    clock: Path, checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint("DeepSeek-V3")
+    with pytest.raises(SystemExit):
+        main(["tune", "--model", str(folder), "--out", str(folder / "config.json")])
+    assert "--out and a file of the checkpoint are the same file" in capsys.readouterr().err
+
+
 def test_the_file_goes_through_a_link_and_into_a_pipe(clock: Path) -> None:
     link, target, pipe = (clock / name for name in ("link.json", "target.json", "pipe"))
     link.symlink_to(target)
