@@ -15,7 +15,7 @@ def check_gpu() -> None:
     if capability != HOPPER:
         found = "compute capability {}.{}".format(*capability) if capability else "no usable GPU"
         raise UnsupportedError(
-            f"The benchmark needs a Hopper GPU (compute capability 9.0: H100, H200, H20), but torch found {found}. "
+            f"Measuring needs a Hopper GPU (compute capability 9.0: H100, H200, H20), but torch found {found}. "
             "Run it on the machine that serves, with a CUDA build of torch."
         )
 

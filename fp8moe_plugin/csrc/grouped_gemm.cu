@@ -42,7 +42,7 @@ using Accumulator = Fragment<kHalfN>;
 // The staging area holds 64 rows of each warpgroup and part of 64 columns, then the tails.
 #ifdef DECODED
 static_assert(kHalves == 2 && !KEEP_B && OUTPUT == OUTPUT_BF16, "packed weights have one kernel");
-constexpr int kStagedHalves = 1;  // at once, as there are more stages than those of the tokens
+constexpr int kStagedHalves = 1;                                // at once: stages of chunks leave no room for two
 constexpr int kStagedRows = kStagedHalves * kStagedRowsOfHalf;  // of a warpgroup
 constexpr int kChunkStages = 5;
 constexpr int kFullArrivals = 2 + kDecoderWarps;  // of a stage: the announced bytes, the scales, the decoded weights

@@ -1,4 +1,4 @@
-"""What engines and `fp8moe-warmup` both decide about windows (FP8MOE_EP=push), and say of them. It needs no torch."""
+"""Whether windows (FP8MOE_EP=push) are used, and their sizes: for engines and `fp8moe-warmup`. Needs no torch."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

@@ -91,7 +91,7 @@ def window_addresses(memory: torch.Tensor, shared: Sequence[int], rank: int, cpu
 
 
 def _watch(lost: torch.Tensor, patience_s: int) -> None:
-    """Say whom kernels have waited for in vain: what the engine gets to see is a CUDA error without a name."""
+    """Log which rank kernels have waited for in vain: the engine only gets a CUDA error, which does not name it."""
     while not (number := lost.item()):
         time.sleep(0.1)
     logger.error(

@@ -14,7 +14,7 @@ DEVICE u32 e4m3_magnitude(int code, int q) {
     return exponent > 0 ? exponent << 3 | mantissa : (8 | mantissa) >> (1 - exponent);
 }
 
-// Writes the tables, to `tables` in shared memory; by the first threads of the block, who meet the others later.
+// Writes the tables to `tables` in shared memory. Called by all threads of the block before a barrier.
 DEVICE void write_fp4_tables(u32 tables) {
     const int q = threadIdx.x;
     if (q >= kFp4Tables) return;

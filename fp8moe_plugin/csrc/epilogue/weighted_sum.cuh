@@ -2,14 +2,15 @@
 #pragma once
 #include "device/common.cuh"
 
-// Rows that a thread loads at once, and blocks of 128 threads that then have room on an SM. Where few experts of a
-// token are on this rank, blocks count more than rows.
+// Rows that a thread loads at once, and blocks of 128 threads that then fit on an SM. Where a rank has few experts of
+// a token, more blocks help more than more rows.
 constexpr int kRowsInFlight = 4, kSumBlocks = 10;
 
-// Sums 16 bytes of the rows of a token, at `vector` of `vectors`; by a warp. Columns from `routed` on, a shared
-// expert's, have weight 1; the weights of the others are multiplied by `routed_scale`. A slot of -1 has no row. Waits
-// for the previous kernel (PDL) before it reads `rows`, and no earlier. Returns whether the token has rows, on all
-// lanes alike.
+// Sums 16 bytes of the rows of a token, at `vector` of `vectors`. Called by all lanes of a warp with the same token,
+// also by those whose `vector` is not below `vectors`: they load slots, and get no sum. Columns from `routed` on, a
+// shared expert's, have weight 1; the weights of the others are multiplied by `routed_scale`. A slot of -1 has no row.
+// Waits for the previous kernel (PDL) before it reads `rows`, and no earlier. Returns whether the token has rows, the
+// same on all lanes.
 DEVICE bool weighted_sum(const uint4* rows, const int* slots, const float* weights, int vector, int vectors, int topk,
                          int routed, float routed_scale, uint4& out) {
     float sum[8] = {};

@@ -1,7 +1,7 @@
-// Row tiles of packed weights (weights_mxfp4_decoded.cuh): who brings what to a stage. A warp owns the queue of tiles
-// and loads their chunks, to a ring of their own. Another one loads tokens and scales, as load_row_tile.cuh does. A
-// warpgroup decodes the chunks to the stage of the tokens. They follow each other at a distance, so each gets the tiles
-// from the first by way of shared memory.
+// The producers of row tiles of packed weights (weights_mxfp4_decoded.cuh). One warp owns the queue of tiles and loads
+// their chunks to a ring of their own. Another one loads tokens and scales, as load_row_tile.cuh does. A warpgroup
+// decodes the chunks to the stage of the tokens. The first warp is ahead of the others, and passes each tile to them
+// through shared memory.
 #pragma once
 #include "pipeline/producer.cuh"
 #include "pipeline/row_tile.cuh"

@@ -13,7 +13,7 @@
 #include "device/common.cuh"
 
 constexpr int kManyRowsTile = MANY_ROWS_TILE, kTailRows = TAIL_ROWS, kFewRowsTile = FEW_ROWS_TILE;
-constexpr int kUntailedTile = 2 * kManyRowsTile;  // a name for them: `cut` in tiles.py
+constexpr int kUntailedTile = 2 * kManyRowsTile;  // stands for tiles without tails: `cut` in tiles.py
 
 // How a group is cut: into tiles of block_m rows, the last one shorter; unless the remainder fits into tails of the
 // other tiles, up to kTailRows each, which cost far less than a tile that loads the weights once more. Given as

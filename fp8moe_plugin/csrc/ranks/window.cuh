@@ -33,7 +33,7 @@ struct Window {  // at the start of each rank's window; written by the host, but
     DEVICE int peer(int i) const { return rank + 1 + i < ranks ? rank + 1 + i : rank + 1 + i - ranks; }
 };
 
-// Writes whom this rank has waited for, and ends all work on the GPU with an error.
+// Records the rank that this one has waited for, and ends all work on the GPU with an error.
 DEVICE void give_up(const Window& window, int lost) {
     *const_cast<volatile int*>(window.lost) = 1 + lost;
     fence_system();

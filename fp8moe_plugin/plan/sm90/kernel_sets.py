@@ -100,7 +100,7 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
 
 
 def _packed_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
-    """Returns the kernels of a layer whose weights kernels decode."""
+    """Returns the kernels of a layer with packed weights."""
     few, of = few_rows_tokens(spec), f"of experts in {spec.weights.name}"
     small = {} if arrival is Arrival.QUANTIZED else _small_batch_kernels(spec)
     down = grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias)

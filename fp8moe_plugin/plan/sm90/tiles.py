@@ -7,7 +7,7 @@ from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAI
 
 
 class RowTile(NamedTuple):
-    """The tiles of a family of kernels. csrc/pipeline/tile_table.cuh has to know each, by `cut`."""
+    """The tiles of a family of kernels. csrc/pipeline/tile_table.cuh has a case for each `cut`."""
 
     rows: int  # per tile, without the tail
     tail_rows: int  # most rows of a tail
@@ -16,7 +16,7 @@ class RowTile(NamedTuple):
 
     @property
     def cut(self) -> int:
-        """The number by which the kernels that cut rows know these tiles."""
+        """The number that stands for these tiles in the kernels that divide rows into tiles."""
         return 2 * MANY_ROWS_TILE if self.rows == MANY_ROWS_TILE and not self.tail_rows else self.rows
 
 
