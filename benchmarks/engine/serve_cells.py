@@ -101,10 +101,14 @@ def measure(address: str, tokenizer: Path, cell: Cell, requests: int, log: Path,
     """Returns the figures of one cell on one server; the client writes to `log`.
 
     Raises:
-        CellError: a request failed, or a prompt or an answer has another length than the traffic's.
+        CellError: the server does not answer, a request failed, or a prompt or an answer has another length than the
+            traffic's.
         TimeoutError: it takes longer than `timeout` seconds.
     """
-    found = run_client(client_options(address, tokenizer, cell, requests), log, timeout)
+    try:
+        found = run_client(client_options(address, tokenizer, cell, requests), log, timeout)
+    except ValueError as error:  # the client's first request failed
+        raise CellError(f"{cell.name}: {error} The client's output is in {log}.") from error
     done = found["completed"], found["total_input_tokens"], found["total_output_tokens"]
     expected = requests, requests * cell.traffic.prompt, requests * cell.traffic.answer
     if done != expected:

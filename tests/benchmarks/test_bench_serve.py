@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import bench_serve
-from benchmarks.engine.serve_cells import parse_cells
+from benchmarks.engine import bench_serve, serve_cells
+from benchmarks.engine.serve_cells import CellError, parse_cells
 from benchmarks.engine.serve_engines import Engine, Settings
 from fp8moe_plugin.errors import UnsupportedError
 
@@ -79,3 +79,16 @@ def test_a_damaged_file_is_refused(settings: Settings) -> None:
     (settings.folder / "r.json").write_text("{")
     with pytest.raises(UnsupportedError, match=r"r\.json holds no results: "):
         results(settings)
+
+
+@pytest.mark.parametrize("answer", [None, {"completed": 1, "errors": ["", "it broke"]}])
+def test_a_cell_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any] | None) -> None:
+    def run_client(options: list[str], log: Path, timeout: float) -> dict[str, Any]:
+        if answer is None:
+            raise ValueError("Initial test run failed: it broke")
+        return answer | {"total_input_tokens": 0, "total_output_tokens": 0}
+
+    monkeypatch.setattr(serve_cells, "run_client", run_client)
+    (cell,) = parse_cells("1k/8@2")
+    with pytest.raises(CellError, match=r"^1k/8, concurrency 2: .*it broke The client's output is in log\.$"):
+        serve_cells.measure("http://localhost", Path("tokenizer"), cell, 2, Path("log"), 1.0)
