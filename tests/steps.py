@@ -31,6 +31,7 @@ from fp8moe_plugin.ops import devices, operands, reference, workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.devices import Device
 from fp8moe_plugin.ops.operands import Quantized, empty_quantized, k_major
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED
 from fp8moe_plugin.plan.scratch import tile_capacity
 from fp8moe_plugin.plan.sm90.catalog import gate_up_few_rows_key, gate_up_key, permute_key, quantize_key
 from fp8moe_plugin.plan.sm90.constants import Layout
@@ -84,10 +85,9 @@ class TileTensors:
 
     def for_experts(self, rows_per_expert: float, intermediate: int) -> "TileTensors":
         """Those of both GEMMs of experts for many rows; without `done_counters` where GEMM 2 does not start early."""
-        pdl = down_uses_pdl(rows_per_expert, intermediate)
-        return replace(
-            self, done_counters=self.done_counters if pdl else None, keep_b=keeps_b(rows_per_expert, intermediate)
-        )
+        pdl = down_uses_pdl(rows_per_expert, intermediate, UNTUNED)
+        kept = keeps_b(rows_per_expert, intermediate, UNTUNED)
+        return replace(self, done_counters=self.done_counters if pdl else None, keep_b=kept)
 
     @property
     def addresses(self) -> TileAddresses:
