@@ -50,8 +50,8 @@ from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import write_report
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.errors import UnsupportedError
-from warmup.parser import count
 from warmup.report import installed
+from warmup.values import count
 
 CELLS = "1k/1k@1,16,64,256", "8k/1k@1,16,64", "1k/8k@1,16,64"
 
