@@ -21,27 +21,32 @@ CPU = torch.device("cpu")
 def test_a_layer_has_the_bits_of_block_fp8(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], span: int, seed: int
 ) -> None:
-    tokens, hidden, intermediate = shape
-    gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, span)
-    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, 2, 3)
-    packed, fp8 = experts.packed(), experts.in_fp8()
-    h.force_step(monkeypatch, tile=FEW_ROWS)
-    wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
-    assert h.same_bits(emulator.execute(seed, lambda: packed_moe(x, packed, *routing)), wanted)
-    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
+    check_bits(emulator, monkeypatch, shape, span, seed, FEW_ROWS, FEW_ROWS)
 
 
 @pytest.mark.parametrize(("shape", "span", "seed"), [((230, 384, 256), 11, 1), ((60, 640, 128), SPAN, 2)])
 def test_many_rows_have_the_bits_of_block_fp8(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], span: int, seed: int
 ) -> None:
+    check_bits(emulator, monkeypatch, shape, span, seed, MANY_ROWS, UNTAILED)
+
+
+def check_bits(
+    emulator: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int, int],
+    span: int,
+    seed: int,
+    fp8_tile: RowTile,
+    packed_tile: RowTile,
+) -> None:
     tokens, hidden, intermediate = shape
     gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, span)
     x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, 2, 3)
     packed, fp8 = experts.packed(), experts.in_fp8()
-    h.force_step(monkeypatch, tile=MANY_ROWS)
+    h.force_step(monkeypatch, tile=fp8_tile)
     wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
-    h.force_step(monkeypatch, tile=UNTAILED)
+    h.force_step(monkeypatch, tile=packed_tile)
     assert h.same_bits(emulator.execute(seed, lambda: packed_moe(x, packed, *routing)), wanted)
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
 
