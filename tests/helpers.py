@@ -112,6 +112,18 @@ def random_biases(gen: torch.Generator, experts: int, hidden: int, intermediate:
 ROUTINGS = ("distinct", "one_expert", "first_half", "some_missing", "nowhere", "out_of_range")
 
 
+def deal_experts(layer: Layer, ranks: int) -> tuple[torch.Tensor, list[tuple[Layer, torch.Tensor]]]:
+    """Deal out the experts to ranks in turn.
+
+    Returns:
+        int32 `[experts]`, the rank that has each expert; and for each rank its experts and their `expert_map`.
+    """
+    owners = torch.arange(len(layer.w13), dtype=torch.int32) % ranks
+    each = [owners == rank for rank in range(ranks)]
+    maps = (torch.where(mine, mine.cumsum(0) - 1, -1).int() for mine in each)
+    return owners, [(Layer(*(tensor[mine] for tensor in layer)), of) for mine, of in zip(each, maps, strict=True)]
+
+
 def random_routing(gen: torch.Generator, kind: str, tokens: int, topk: int, experts: int) -> Quantized:
     """float32 router weights and int32 expert ids, both `[tokens, topk]`."""
     ids = torch.rand(tokens, experts, generator=gen, device=gen.device).argsort(-1)[:, :topk]

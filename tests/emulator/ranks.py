@@ -51,14 +51,12 @@ def open_group(first: Device, layer: h.Layer, ranks: int, rows: int, patience: i
     nbytes = window_layout(ranks, rows, HIDDEN, TOPK).nbytes
     memories = [torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(ranks)]  # NaN
     addresses = [memory.data_ptr() for memory in memories]
-    owners = torch.arange(len(layer.w13), dtype=torch.int32) % ranks
+    owners, dealt = h.deal_experts(layer, ranks)
     members = []
     for rank, memory in enumerate(memories):
         lost = torch.zeros(1, dtype=torch.int32)
         window = open_window(memory, addresses, rank, rows, HIDDEN, TOPK, lost, patience)
-        mine = owners == rank
-        local = torch.where(mine, mine.cumsum(0) - 1, -1).int()
-        members.append(Rank(first.beside(rank), window, h.Layer(*(tensor[mine] for tensor in layer)), local))
+        members.append(Rank(first.beside(rank), window, *dealt[rank]))
     return Group(members, owners)
 
 

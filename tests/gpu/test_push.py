@@ -57,15 +57,13 @@ def group() -> Iterator[list[Rank]]:
             memory[:1].copy_(other[:1])  # torch lets the GPUs reach each other
     addresses = [memory.data_ptr() for memory in memories]
     layer = h.random_layer(h.seeded(0, torch.device("cpu")), EXPERTS, HIDDEN, INTERMEDIATE)
-    owners = torch.arange(EXPERTS, dtype=torch.int32) % len(devices)
+    owners, dealt = h.deal_experts(layer, len(devices))
     ranks = []
     for rank, (device, memory) in enumerate(zip(devices, memories, strict=True)):
         lost = torch.zeros(1, dtype=torch.int32).pin_memory()
         window = open_window(memory, addresses, rank, ROWS, HIDDEN, TOPK, lost, PATIENCE)
-        mine = owners == rank
-        local = torch.where(mine, mine.cumsum(0) - 1, -1).int()
-        of_all = h.Layer(*(tensor.to(device) for tensor in layer))
-        experts = h.Layer(*(tensor[mine].to(device) for tensor in layer))
+        of_rank, local = dealt[rank]
+        of_all, experts = (h.Layer(*(tensor.to(device) for tensor in each)) for each in (layer, of_rank))
         stream = torch.cuda.Stream(device)
         ranks.append(Rank(device, stream, window, of_all, experts, owners.to(device), local.to(device)))
     for device in devices:
@@ -77,11 +75,8 @@ def group() -> Iterator[list[Rank]]:
 
 
 def draw(rank: Rank, tokens: int, seed: int) -> Inputs:
-    gen = torch.Generator(rank.device).manual_seed(seed)
-    x = torch.randn(tokens, HIDDEN, generator=gen, device=rank.device).bfloat16()
-    scores = torch.rand(tokens, EXPERTS, generator=gen, device=rank.device)
-    weights, ids = scores.topk(TOPK)
-    return x, weights, torch.where(weights > weights.mean(), ids, -1).int() if tokens else ids.int()
+    gen = h.seeded(seed, rank.device)
+    return h.random_tokens(gen, tokens, HIDDEN), *h.random_routing(gen, "some_missing", tokens, TOPK, EXPERTS)
 
 
 def synchronize(group: list[Rank]) -> None:
