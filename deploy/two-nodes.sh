@@ -7,6 +7,8 @@
 # What follows the model goes to vllm serve, such as --max-model-len; Kimi-K2's tokenizer is code of its repository.
 # Both need the kernels: those of a wheel that `make wheel` built, or one bundle, named by FP8MOE_BUNDLE:
 # fp8moe-warmup bundle --model MODEL --tp 16 --bundle kernels.tar
+# The first exports the metrics of its own workers. To export those of the second, at port 9400, run there, too:
+# python -m fp8moe_plugin.layers.node_metrics --port 9400
 set -euo pipefail
 rank=${1:?rank of this node, 0 or 1} first=${2:?address of node 0} model=${3:?folder or id of the model}
 export FP8MOE_JIT=forbid

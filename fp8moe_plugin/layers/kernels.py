@@ -8,13 +8,14 @@ import torch
 from fp8moe_plugin.checkpoint.placement import dense_kind_refusal
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit import driver
-from fp8moe_plugin.jit.lookup import place
+from fp8moe_plugin.jit.lookup import compiler_of, place
 from fp8moe_plugin.launches.backend import Backend
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.ops.devices import backend_of
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 
+NO_KERNELS = "none"  # in place of their compiler, in the metrics of the reference
 logger = logging.getLogger("fp8moe")
 
 _announced: set[tuple[str, str]] = set()  # backends and layouts that were logged
@@ -74,5 +75,8 @@ def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver
             "fp8moe serves the experts: backend %s, layout %s, %d kernels loaded in %.2f s (%s)",
             *(backend, layout, kernels.loaded, kernels.seconds, ", ".join(origins) or "none needed"),
         )
+    target = kernels_backend(weight).target
+    compilers = {compiler_of(origin, target) for origin in kernels.origins}
+    metrics.count_build(compilers or {NO_KERNELS}, backend)
     metrics.count_layer(name, backend, layout)
     metrics.update(kernels)

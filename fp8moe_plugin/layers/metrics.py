@@ -18,12 +18,13 @@ from pathlib import Path
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from fp8moe_plugin.jit.driver import LoadCounts
 from fp8moe_plugin.jit.lookup import Origin, compile_times
-from fp8moe_plugin.layers.metrics_folder import PREFIX, hold_lock, remove_stale_folders
+from fp8moe_plugin.launches.tuning_file import plugin_version
+from fp8moe_plugin.layers.metrics_folder import PREFIX, WORKER_FILES, hold_lock, remove_stale_folders
+from fp8moe_plugin.layers.node_metrics import added_up
 from fp8moe_plugin.logs import log_once
 
 FOLDER = "_FP8MOE_METRICS"  # passes the folder to the processes that the server starts; not a user setting
@@ -40,6 +41,13 @@ LAYERS = Gauge(
     registry=REGISTRY,
     multiprocess_mode="sum",
 )
+BUILD = Gauge(
+    "fp8moe_build_info",
+    "Workers that serve experts, by version of the plugin, compiler of the loaded kernels, and backend",
+    ["version", "kernels", "backend"],
+    registry=REGISTRY,
+    multiprocess_mode="sum",
+)
 STORES = [origin for origin in Origin if origin != Origin.COMPILER]
 for _source in STORES:
     HITS.labels(_source.value)  # exports 0 before the first hit
@@ -53,6 +61,12 @@ def count_layer(name: str, backend: str, layout: str) -> None:
     layers = _layers[backend, layout]
     layers.add(name)
     LAYERS.labels(backend, layout).set(len(layers))
+
+
+def count_build(kernels: Iterable[str], backend: str) -> None:
+    """Count this worker by the compilers of its kernels; the next `update` or `export` exports the count."""
+    for compiler in kernels:
+        BUILD.labels(plugin_version(), compiler, backend).set(1)
 
 
 def update(kernels: LoadCounts) -> None:
@@ -109,15 +123,4 @@ class Workers(Collector):
         self.lock = lock  # open until the process ends: other servers see that this one is running
 
     def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        totals: defaultdict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
-        for file in sorted(Path(self.folder.name).glob("*.prom")):
-            for family in text_string_to_metric_families(file.read_text()):
-                if family.name.endswith("_created"):  # timestamps cannot be added up
-                    continue
-                families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    totals[family.name, sample.name, tuple(sample.labels.items())] += sample.value
-        for (name, sample_name, labels), value in totals.items():
-            families[name].add_sample(sample_name, dict(labels), value)
-        return families.values()
+        return added_up(Path(self.folder.name).glob(WORKER_FILES))

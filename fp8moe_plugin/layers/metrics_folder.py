@@ -19,6 +19,7 @@ from fp8moe_plugin.quoting import shown
 
 PREFIX = "fp8moe-metrics-"
 LOCK = "server.lock"
+WORKER_FILES = "*.prom"
 
 
 def hold_lock(folder: Path) -> int:
@@ -38,13 +39,21 @@ def hold_lock(folder: Path) -> int:
     return descriptor
 
 
+def worker_files() -> Iterator[Path]:
+    """Yields the files of all workers whose servers are run by this user on this machine."""
+    for path in _folders():
+        with contextlib.suppress(OSError):  # it is no server's folder, or is being removed
+            with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder, _opened(LOCK, os.O_RDWR, folder) as lock:
+                running = not _acquired(lock, fcntl.LOCK_SH)
+            if running:
+                yield from path.glob(WORKER_FILES)
+
+
 def remove_stale_folders() -> None:
     """Remove this user's folders of servers that no longer run."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in _folders():
         try:
-            status = path.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                _remove_if_stale(path)
+            _remove_if_stale(path)
         except FileNotFoundError:
             continue  # there is no lock file, or another server was faster
         except OSError as error:
@@ -52,12 +61,28 @@ def remove_stale_folders() -> None:
             log_once(logging.WARNING, f"the metrics of a killed server could not be removed from {reason}")
 
 
+def _folders() -> Iterator[Path]:
+    """Yields this user's folders with the prefix."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                yield path
+
+
+def _acquired(lock: int, kind: int) -> bool:
+    """Returns whether a lock could be acquired, which means that its server is gone."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _remove_if_stale(path: Path) -> None:
     """Remove a folder unless its server runs, with the lock file last. Follows no symbolic links."""
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder, _opened(LOCK, os.O_RDWR, folder) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _acquired(lock, fcntl.LOCK_EX):
             return
         for name in [entry.name for entry in os.scandir(folder)]:
             if name != LOCK:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from fp8moe_plugin.launches.backends import BACKENDS
+from fp8moe_plugin.layers import node_metrics
 from fp8moe_plugin.layers.fallback import BACKEND as ENGINE
 from fp8moe_plugin.layers.metrics import REGISTRY
 from fp8moe_plugin.plan.keys import SM90
@@ -90,6 +91,7 @@ def test_each_panel_shows_the_chosen_model_and_pods() -> None:
     for expression in (target["expr"] for panel in dashboard["panels"] for target in panel["targets"]):
         wanted = {"$namespace", "$pod"} | ({"$model"} if "vllm:" in expression else set())
         assert set(re.findall(r"\$\w+", expression)) == wanted, expression
+        assert ("($pod)(-[0-9]+)?" in expression) == ("fp8moe_" in expression)  # a leader and its nodes
 
 
 def test_alerts_name_the_pod_and_the_labels_that_metrics_have() -> None:
@@ -118,17 +120,19 @@ def pod_specs() -> dict[str, dict[str, Any]]:
 def test_a_pod_is_restricted_and_has_time_to_end(spec: dict[str, Any]) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
     kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
-    (container,) = spec["containers"]
+    (container,), beside = spec["containers"], spec.get("initContainers", [])
     user = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
     context = spec["securityContext"]
     assert user == [(str(context["runAsUser"]), str(context["runAsGroup"]))]
     assert context["runAsNonRoot"]
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    for each in (container, *beside):
+        assert each["image"] == container["image"]
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
     assert {one["name"] for one in spec["volumes"]} == {one["name"] for one in container["volumeMounts"]}
     arguments = " ".join(container["args"]).replace("=", " ")
     drain = re.search(r"--shutdown-timeout (\d+)", arguments)
@@ -142,6 +146,18 @@ def test_both_nodes_of_a_group_run_the_command_of_the_script() -> None:
     assert [*leader[:-1], "--headless"] == worker
     options = set(re.findall(r"--[a-z-]+", (DEPLOY / "two-nodes.sh").read_text().partition("set -euo")[2]))
     assert {option.partition("=")[0] for option in worker} >= options
+
+
+def test_a_node_without_a_server_exports_its_metrics() -> None:
+    spec = pod_specs()["worker"]
+    (exporter,), (engine,) = spec["initContainers"], spec["containers"]
+    assert exporter["restartPolicy"] == "Always"
+    (port,) = [port["containerPort"] for port in exporter["ports"]]
+    assert exporter["command"][1:] == ["-m", node_metrics.__name__]
+    assert exporter["args"] == ["--port", str(port)]
+    assert exporter["volumeMounts"] == [mount for mount in engine["volumeMounts"] if mount["mountPath"] == "/tmp"]
+    template = (DEPLOY / "leaderworkerset.yaml").read_text().partition("workerTemplate:")[2]
+    assert f'prometheus.io/port: "{port}"' in template
 
 
 def test_a_rollout_waits_for_the_slowest_start() -> None:

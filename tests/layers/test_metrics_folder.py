@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("prometheus_client", reason="needs prometheus_client")
 
 from fp8moe_plugin.layers import metrics, metrics_folder
-from fp8moe_plugin.layers.metrics_folder import LOCK, PREFIX, hold_lock, remove_stale_folders
+from fp8moe_plugin.layers.metrics_folder import LOCK, PREFIX, hold_lock, remove_stale_folders, worker_files
 
 # A server: it prints its folder and runs until its input ends.
 SERVER = """
@@ -94,6 +94,21 @@ def test_the_folder_of_a_running_server_stays(temp: Path) -> None:
     os.close(lock)
     remove_stale_folders()
     assert not folder.exists()
+
+
+def test_files_of_running_servers_are_found(temp: Path) -> None:
+    running = [stale_folder(temp, name) for name in ("one", "two")]
+    locks = []
+    for folder in running:
+        (folder / LOCK).unlink()
+        locks.append(hold_lock(folder))
+    stale_folder(temp, "killed")
+    (temp / f"{PREFIX}notes").mkdir()
+    (temp / f"{PREFIX}link").symlink_to(running[0])
+    assert sorted(worker_files()) == sorted(folder / "17.prom" for folder in running)
+    for lock in locks:
+        os.close(lock)
+    assert list(worker_files()) == []
 
 
 def test_a_folder_without_a_lock_file_stays(temp: Path, plugin_log: pytest.LogCaptureFixture) -> None:

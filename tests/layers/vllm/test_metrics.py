@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+import fp8moe_plugin
 from fp8moe_plugin.layers import metrics
 from tests.layers.test_metrics_folder import clean_environment
 
@@ -26,6 +27,7 @@ for name in names:
     for origin, number in origins.items():
         counts.origins[Origin(origin)] += number
         lookup.compile_times.extend([0.5] * number * (origin == "compiler"))
+    metrics.count_build(["nvrtc 13.0.88"], "sm90")
     metrics.count_layer(name, "sm90", "contiguous")
     metrics.update(counts)
 """
@@ -51,6 +53,7 @@ EXPECTED = {
     "fp8moe_kernel_misses_total": 1,
     "fp8moe_compile_seconds_total": 0.5,
     'fp8moe_layers{backend="sm90",layout="contiguous"}': 3,
+    f'fp8moe_build_info{{backend="sm90",kernels="nvrtc 13.0.88",version="{fp8moe_plugin.__version__}"}}': 2,
 }
 
 
