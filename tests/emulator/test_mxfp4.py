@@ -1,13 +1,17 @@
 """Packed MXFP4 on the emulator: layers have the bits of the same weights in block FP8."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops.fp4_blocks import SPAN
-from fp8moe_plugin.ops.moe import fused_moe
+from fp8moe_plugin.ops.moe import batched_experts, fused_moe
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from tests import helpers as h
 from tests.emulator.device import Device
+from tests.emulator.inputs import Slabs, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, packed_moe, run_packed_layer
 from tests.mxfp4 import random_experts
 
@@ -76,3 +80,38 @@ def test_wider_blocks_take_further_steps(
 ) -> None:
     h.force_step(monkeypatch, tile=tile)
     assert run_packed_layer(emulator, seed, tokens, span) <= MOST_ERROR
+
+
+def run_batched(emulator: Device, seed: int, rows: Slabs, layer: h.Layer, expected_m: int, **form: Any) -> torch.Tensor:
+    out = empty_rows(rows, rows.a[0].shape[2])
+    call = *rows.a, *layer, rows.masked_m
+    emulator.execute(seed, lambda: batched_experts(*call, expected_m=expected_m, out=out, **form))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("counts", "shape", "span", "seed"),
+    [([130, 0, 64, 1], (384, 256), SPAN, 1), ([9, 300, 70, 0], (256, 384), 0, 2), ([144], (640, 128), 11, 1)],
+)
+def test_batched_experts_have_the_bits_of_block_fp8(
+    emulator: Device, counts: list[int], shape: tuple[int, int], span: int, seed: int
+) -> None:
+    gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), len(counts), *shape, span)
+    rows = slabs(gen, counts, shape[0])
+    wanted = run_batched(emulator, seed, rows, experts.in_fp8(), max(counts))
+    out = run_batched(emulator, seed, rows, experts.packed(), max(counts), weights=PACKED_MXFP4)
+    for expert, count in enumerate(counts):
+        assert h.same_bits(out[expert, :count], wanted[expert, :count]), f"expert {expert}"
+        assert h.untouched(out[expert, count:]), f"expert {expert}: rows behind its {count} are written"
+
+
+@pytest.mark.parametrize(("span", "seed"), [(30, 1)])
+def test_batched_experts_take_further_steps(emulator: Device, span: int, seed: int) -> None:
+    counts = [70, 0, 129]
+    gen, layer = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), len(counts), 384, 256, span).packed()
+    rows = slabs(gen, counts, 384)
+    out = run_batched(emulator, seed, rows, layer, 100, weights=PACKED_MXFP4)
+    wanted = batched_experts(*rows.a, *layer, rows.masked_m, expected_m=100, weights=PACKED_MXFP4)
+    for expert, count in enumerate(counts):
+        for actual, expected in zip(out[expert, :count].T, wanted[expert, :count].T, strict=True):
+            assert not count or h.relative_l2(actual, expected) <= MOST_ERROR

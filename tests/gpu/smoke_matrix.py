@@ -168,6 +168,21 @@ def check_packed_mxfp4(gen: torch.Generator, rows: int) -> None:
         assert h.relative_l2(out.cpu(), expected) <= 2e-2
 
 
+def check_packed_batched_experts(gen: torch.Generator, rows: int) -> None:
+    counts, max_m = torch.tensor([rows, 0, 1], dtype=torch.int32), rows + 3
+    here = torch.arange(max_m) < counts[:, None]
+    q, scales = h.random_quantized(gen, 3, max_m, HIDDEN)
+    for expected_m, span in itertools.product((1, 200), (SPAN, 30)):
+        packed = random_experts(h.seeded(0, CPU), 3, HIDDEN, INTERMEDIATE, span).packed()
+        form = {"expected_m": expected_m, "weights": PACKED_MXFP4}
+        expected = ops.batched_experts(q.cpu(), scales.cpu(), *packed, counts, **form)
+        out = h.poisoned(*q.shape, dtype=torch.bfloat16, device=DEVICE)
+        on_gpu = (part.to(DEVICE) for part in (*packed, counts))
+        ops.batched_experts(q, scales, *on_gpu, **form, out=out)
+        assert h.relative_l2(out.cpu()[here], expected[here]) <= 2e-2
+        assert h.untouched(out.cpu()[~here])
+
+
 def check_fused_moe(gen: torch.Generator, rows: int) -> None:
     x = h.random_tokens(gen, rows, HIDDEN)
     for intermediate in (INTERMEDIATE, WIDE):
@@ -276,6 +291,7 @@ CHECKS = {
         check_fp8_channel,
         check_biases,
         check_packed_mxfp4,
+        check_packed_batched_experts,
         check_routed_moe,
         check_choose_experts,
         check_router_gemm,

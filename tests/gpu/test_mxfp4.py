@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
-from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.ops import batched_experts, fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.testing import invariance
@@ -65,6 +67,25 @@ def test_a_small_batch_has_the_bits_of_block_fp8(
     assert len(steps) == 2
     assert h.same_bits(out, wanted)
     assert all(h.same_bits(fused_moe(x, *packed, *routing, weights=PACKED_MXFP4), out) for _ in range(100))
+
+
+@pytest.mark.parametrize("expected_m", [1, 200])
+@pytest.mark.parametrize("span", [0, SPAN])
+@pytest.mark.parametrize("name", LAYERS)
+def test_batched_experts_have_the_bits_of_block_fp8(name: str, span: int, expected_m: int) -> None:
+    experts, hidden, *_ = LAYERS[name]
+    weights, gen = experts_of(name, span), torch.Generator("cuda").manual_seed(expected_m)
+    packed, fp8 = on_gpu(weights.packed()), on_gpu(weights.in_fp8())
+    rows = h.random_quantized(gen, experts, 300, hidden)
+    counts = torch.randint(0, 301, (experts,), generator=gen, device="cuda", dtype=torch.int32)
+
+    def run(layer: h.Layer, form: WeightFormat) -> torch.Tensor:
+        out = torch.zeros(rows[0].shape, dtype=torch.bfloat16, device="cuda")
+        return batched_experts(*rows, *layer, counts, expected_m=expected_m, weights=form, out=out)
+
+    out = run(packed, PACKED_MXFP4)
+    assert h.same_bits(out, run(fp8, FP8_BLOCK))
+    assert all(h.same_bits(run(packed, PACKED_MXFP4), out) for _ in range(100))
 
 
 @pytest.mark.parametrize(("tokens", "span"), [(2, SPAN + 1), (40, 30), (300, 70)])

@@ -15,7 +15,6 @@ from fp8moe_plugin.launches.sm90.quantize import quantize_rows_launch, silu_mul_
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90 import dense, grouped, kernel_sets, layer
-from fp8moe_plugin.plan.sm90.catalog import PACKED_FORMATS
 from fp8moe_plugin.plan.sm90.indexer import indexer_refusal
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 
@@ -37,8 +36,6 @@ class Sm90:
         return self if tuning == self.tuning else Sm90(tuning)
 
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
-        if arrival is Arrival.BATCHED and spec.weights in PACKED_FORMATS:
-            return f"weights in the format {spec.weights.name} and rows that arrive {arrival}"
         return layer_refusal(spec)
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:

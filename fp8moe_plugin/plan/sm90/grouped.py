@@ -6,9 +6,9 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey
-from fp8moe_plugin.plan.sm90.catalog import gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
+from fp8moe_plugin.plan.sm90.catalog import PACKED_FORMATS, gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import (
     EARLY_FROM,
@@ -76,11 +76,12 @@ def plan_batched(
     tuning: GpuTuning = UNTUNED,
 ) -> BatchedPlan:
     """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
-    tile, intermediate = MANY_ROWS, spec.shape.intermediate
+    packed, intermediate = spec.weights in PACKED_FORMATS, spec.shape.intermediate
+    tile, keep_b = UNTAILED if packed else MANY_ROWS, not packed and keeps_b(expected_m, intermediate, tuning)
     return BatchedPlan(
         spec=spec,
         gate_up=gate_up_key(spec, gather=False),
-        down=grouped_key(tile, keeps_b(expected_m, intermediate, tuning), spec.weights, spec.bias),
+        down=grouped_key(tile, keep_b, spec.weights, spec.bias),
         blocks=multiprocessors,
         tile=tile,
         pdl_down=down_uses_pdl(expected_m, intermediate, tuning),

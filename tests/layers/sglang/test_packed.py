@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang (make sglang)")
 
+from sglang.srt.layers.moe.token_dispatcher import DeepEPLLDispatchOutput
+
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, MXFP4, PACKED_MXFP4
@@ -92,6 +94,22 @@ def test_a_layer_computes_as_in_block_fp8(monkeypatch, widened):
             gate, up = (exact[expert][name] @ x[token].float() for name in ("w1", "w3"))
             wanted[token] += weight * (exact[expert]["w2"] @ (torch.nn.functional.silu(gate) * up))
     assert h.relative_l2(found, wanted) < 0.06
+
+
+def test_slabs_of_deepep_are_computed_as_in_block_fp8(monkeypatch):
+    """In its low-latency mode."""
+    counts, slab = torch.tensor([6, 0, 3], dtype=torch.int32), 6
+    rows, scales = h.random_quantized(h.seeded(0, torch.device("cpu")), EXPERTS, slab, HIDDEN)
+    ids, weights = torch.zeros(4, TOPK, dtype=torch.int64), torch.ones(4, TOPK)
+    received = DeepEPLLDispatchOutput(rows, scales.mT.contiguous().mT, ids, weights, counts, 3)
+    found = []
+    for spec in (PACKED, QuantSpec(FP8_BLOCK, recoded_from=MXFP4)):
+        monkeypatch.setattr(layers.QUANT, "spec", spec)
+        layer = Layer(INTERMEDIATE, 1, 0).load(in_mxfp4(INTERMEDIATE))
+        layer.finish()
+        found.append(layer.quant_method.apply(layer, received).hidden_states)
+    for expert, count in enumerate(counts.tolist()):
+        assert h.same_bits(*(out[expert, :count] for out in found))
 
 
 @pytest.mark.parametrize("name", ["w1_weight", "w2_weight_scale_inv"])

@@ -22,6 +22,7 @@ from fp8moe_plugin.checkpoint.shapes import dense_refusal
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.spec import QuantSpec
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.layers import machine as machine_check
 from fp8moe_plugin.layers.blocks import unsupported_shape
 from fp8moe_plugin.layers.vllm import config as seam
@@ -235,9 +236,9 @@ def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: o
     return FusedMoEConfig(**plain | changes)
 
 
-def experts_of(batched: bool, ue8m0: bool = False) -> type[Fp8MoeExperts]:
+def experts_of(batched: bool, ue8m0: bool = False, weights: WeightFormat = FP8_BLOCK) -> type[Fp8MoeExperts]:
     """Returns the experts of a plain layer, whose rows arrive `batched` or not."""
-    spec = layer_spec(moe_layer(), QuantSpec(FP8_BLOCK, ue8m0))
+    spec = layer_spec(moe_layer(), QuantSpec(weights, ue8m0))
     return experts_class(Arrival.BATCHED if batched else Arrival.STANDARD, spec)
 
 

@@ -15,6 +15,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.gather import QuantizedGather
@@ -22,9 +25,11 @@ from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.online import OnlineLinearMethod, OnlineMoeMethod
 from fp8moe_plugin.ops import batched_experts, fused_moe
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.quantize import quantize_tokens
 from tests import helpers as h
 from tests.layers.vllm.test_config import experts_of, moe_layer
+from tests.mxfp4 import random_experts
 
 pytestmark = pytest.mark.seam
 
@@ -32,10 +37,10 @@ EXPERTS, TOKENS, TOPK, SIZE = 16, 5, 4, 256  # as moe_layer() says
 UNUSED = torch.empty(0)
 
 
-def build(layer: h.Layer, batched: bool) -> mk.FusedMoEExpertsModular:
+def build(layer: h.Layer, batched: bool, weights: WeightFormat = FP8_BLOCK) -> mk.FusedMoEExpertsModular:
     scales = fp8_w8a8_moe_quant_config(w1_scale=layer.w13_scale, w2_scale=layer.w2_scale, block_shape=[128, 128])
     capacity = {"max_num_tokens": TOKENS, "num_dispatchers": 2} if batched else {}
-    return experts_of(batched)(moe_config=moe_layer(), quant_config=scales, **capacity)
+    return experts_of(batched, weights=weights)(moe_config=moe_layer(), quant_config=scales, **capacity)
 
 
 def apply(experts: mk.FusedMoEExpertsModular, layer: h.Layer, x: torch.Tensor, **arguments: object) -> torch.Tensor:
@@ -111,12 +116,15 @@ class Slabs(mk.FusedMoEPrepareAndFinalizeModular):
         self.combined = fused_expert_output.clone()
 
 
-def test_vllms_kernel_calls_the_batched_experts(workspaces):
+@pytest.mark.parametrize("weights", [FP8_BLOCK, PACKED_MXFP4], ids=str)
+def test_vllms_kernel_calls_the_batched_experts(workspaces, weights):
     gen = h.seeded(0, torch.device("cpu"))
-    layer, rows = h.random_layer(gen, EXPERTS, SIZE, SIZE), h.random_quantized(gen, EXPERTS, 2 * TOKENS, SIZE)
+    packed = random_experts(gen, EXPERTS, SIZE, SIZE, SPAN).packed()
+    layer = packed if weights is PACKED_MXFP4 else h.random_layer(gen, EXPERTS, SIZE, SIZE)
+    rows = h.random_quantized(gen, EXPERTS, 2 * TOKENS, SIZE)
     counts = torch.arange(EXPERTS, dtype=torch.int32) % (2 * TOKENS)
     dispatch = Slabs(rows, counts)
-    mk.FusedMoEKernel(dispatch, build(layer, batched=True)).apply(
+    mk.FusedMoEKernel(dispatch, build(layer, True, weights)).apply(
         *(h.random_tokens(gen, TOKENS, SIZE), layer.w13, layer.w2),
         *h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS),
         activation=MoEActivation.SILU,
@@ -124,7 +132,7 @@ def test_vllms_kernel_calls_the_batched_experts(workspaces):
         expert_map=None,
         apply_router_weight_on_input=False,
     )
-    expected = batched_experts(*rows, *layer, counts, expected_m=1)
+    expected = batched_experts(*rows, *layer, counts, expected_m=1, weights=weights)
     for expert, count in enumerate(counts):
         assert h.same_bits(dispatch.combined[expert, :count], expected[expert, :count])
 
