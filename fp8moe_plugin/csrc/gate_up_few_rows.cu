@@ -110,14 +110,18 @@ struct TokenCopies : StepsOfTile {
           scales(in.x_scales),
           rows(tile.rows) {
         const int lane = lane_of_warp(), first_step = in.splits.split_of(tile) * in.steps;
-        auto block_of = [&](int row) {
-            return row < rows ? u32(in.a_rows[tile.row + row]) * in.k_blocks + first_step : 0;
-        };
+        u32 blocks[kBlockTokens / kWarp];  // the first K blocks of as many tokens, a warp apart
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            from[i] = block_of(i * kRowsAtOnce + lane / kChunks) * kChunks + lane % kChunks;
+        for (int i = 0; i < kBlockTokens / kWarp; ++i) {
+            const int row = i * kWarp + lane;
+            from_scale[i] = blocks[i] = row < rows ? u32(in.a_rows[tile.row + row]) * in.k_blocks + first_step : 0;
+        }
 #pragma unroll
-        for (int i = 0; i < kBlockTokens / kWarp; ++i) from_scale[i] = block_of(i * kWarp + lane);
+        for (int i = 0; i < kCount; ++i) {
+            const int row = i * kRowsAtOnce + lane / kChunks;
+            const u32 block = __shfl_sync(kAllLanes, blocks[i * kRowsAtOnce / kWarp], row % kWarp);
+            from[i] = block * kChunks + lane % kChunks;
+        }
     }
     DEVICE void start(SharedMemory shared, int s, int k) const {
         if constexpr (kFurtherSteps) k = k_block(k);
