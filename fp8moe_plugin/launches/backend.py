@@ -26,6 +26,7 @@ class Plan:
     scratch: int  # bytes of scratch memory
     launches: Callable[..., Sequence[Launch]]  # takes addresses; each `plan_` method of `Backend` lists them
     starts_before_ids: bool = False  # a layer's first kernel may start (PDL) before the ids are written
+    gathers: bool = False  # GEMM 1 of batched experts takes row-major scales and the numbers of its rows
 
 
 @functools.lru_cache(maxsize=PLANS)
@@ -97,7 +98,10 @@ class Backend(Protocol):
         ...
 
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
-        """Returns the plan of `batched_experts`; launches take x, w13, w2, and addresses of counts, out and scratch.
+        """Returns the plan of `batched_experts`.
+
+        Launches take x, w13, w2, and addresses of counts, out and scratch; those of a plan that `gathers` also take the
+        address of int32 `[experts * max_m]`, the numbers from 0 on.
 
         Args:
             expected_m: rows per expert on average.

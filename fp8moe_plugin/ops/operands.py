@@ -80,6 +80,11 @@ def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None =
     return copy, 0, copy.stride(1)
 
 
+def row_major(scales: torch.Tensor) -> ScalesAndStrides:
+    """Returns the scales of rows that a GEMM gathers: in place if contiguous, else a copy. Strides follow from K."""
+    return scales.contiguous(), 0, 0
+
+
 def in_rows(q: torch.Tensor) -> tuple[torch.Tensor, Extent]:
     """Returns `[.., rows, k]` as one matrix of all groups' rows for TMA: in place if possible, else a copy."""
     k, rows = q.shape[-1], q.shape[-2]

@@ -1,5 +1,6 @@
 """Packed MXFP4 on the emulator: layers have the bits of the same weights in block FP8."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,29 +90,36 @@ def run_batched(emulator: Device, seed: int, rows: Slabs, layer: h.Layer, expect
     return out
 
 
+@pytest.mark.parametrize("expected_m", [1, 1000])
 @pytest.mark.parametrize(
-    ("counts", "shape", "span", "seed"),
-    [([130, 0, 64, 1], (384, 256), SPAN, 1), ([9, 300, 70, 0], (256, 384), 0, 2), ([144], (640, 128), 11, 1)],
+    ("counts", "shape", "span", "in_rows", "seed"),
+    [
+        ([130, 0, 64, 1], (384, 256), SPAN, True, 1),
+        ([9, 300, 70, 0], (256, 384), 0, True, 2),
+        ([141, 17], (896, 128), 11, False, 1),  # max_m is a multiple of 4: scales are read in place, or copied
+    ],
 )
 def test_batched_experts_have_the_bits_of_block_fp8(
-    emulator: Device, counts: list[int], shape: tuple[int, int], span: int, seed: int
+    emulator: Device, counts: list[int], shape: tuple[int, int], span: int, in_rows: bool, seed: int, expected_m: int
 ) -> None:
     gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), len(counts), *shape, span)
     rows = slabs(gen, counts, shape[0])
+    if not in_rows:
+        rows = replace(rows, a=(rows.a[0], h.column_major(rows.a[1])))
     wanted = run_batched(emulator, seed, rows, experts.in_fp8(), max(counts))
-    out = run_batched(emulator, seed, rows, experts.packed(), max(counts), weights=PACKED_MXFP4)
+    out = run_batched(emulator, seed, rows, experts.packed(), expected_m, weights=PACKED_MXFP4)
     for expert, count in enumerate(counts):
         assert h.same_bits(out[expert, :count], wanted[expert, :count]), f"expert {expert}"
         assert h.untouched(out[expert, count:]), f"expert {expert}: rows behind its {count} are written"
 
 
-@pytest.mark.parametrize(("span", "seed"), [(30, 1)])
-def test_batched_experts_take_further_steps(emulator: Device, span: int, seed: int) -> None:
+@pytest.mark.parametrize(("expected_m", "span", "seed"), [(1, 40, 2), (1000, 30, 1)])
+def test_batched_experts_take_further_steps(emulator: Device, expected_m: int, span: int, seed: int) -> None:
     counts = [70, 0, 129]
     gen, layer = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), len(counts), 384, 256, span).packed()
     rows = slabs(gen, counts, 384)
-    out = run_batched(emulator, seed, rows, layer, 100, weights=PACKED_MXFP4)
-    wanted = batched_experts(*rows.a, *layer, rows.masked_m, expected_m=100, weights=PACKED_MXFP4)
+    out = run_batched(emulator, seed, rows, layer, expected_m, weights=PACKED_MXFP4)
+    wanted = batched_experts(*rows.a, *layer, rows.masked_m, expected_m=expected_m, weights=PACKED_MXFP4)
     for expert, count in enumerate(counts):
         for actual, expected in zip(out[expert, :count].T, wanted[expert, :count].T, strict=True):
             assert not count or h.relative_l2(actual, expected) <= MOST_ERROR

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.jit.launch import Launch, TensorMap
+from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.launches.operands import LayerAddresses
 from fp8moe_plugin.launches.sm90.layer import layer_launches
 from fp8moe_plugin.ops import batched_experts, fp8_linear, fused_moe, routed_moe, router_gemm
+from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.plan.sm90.catalog import (
     choose_experts_key,
     combine_key,
@@ -16,6 +19,7 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep
 from fp8moe_plugin.plan.spec import Arrival, MoeShape
 from fp8moe_plugin.plan.tuning import DENSE_WAVE_K, EARLY_FROM, GATHER_UP_TO, LONG_K
 from tests import helpers as h
+from tests.mxfp4 import random_experts
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
 WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
@@ -96,6 +100,17 @@ def test_batched_experts_launch_what_their_plan_names_and_nothing_else(device, u
     wide = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, WIDE)
     batched_experts(*tokens, *wide, counts, expected_m=1000, ue8m0=ue8m0)
     assert device.keys == set(h.moe_kernels(ue8m0, Arrival.BATCHED))
+
+
+def test_batched_packed_experts_launch_what_their_plan_names_and_nothing_else(device):
+    layer = random_experts(h.seeded(0, CPU), EXPERTS, HIDDEN, INTERMEDIATE, 0).packed()
+    tokens = torch.zeros(EXPERTS, 8, HIDDEN).to(h.FP8), torch.ones(EXPERTS, 8, HIDDEN // 128)
+    counts = torch.zeros(EXPERTS, dtype=torch.int32)
+    for expected_m in (1, 1000):
+        batched_experts(*tokens, *layer, counts, expected_m=expected_m, weights=PACKED_MXFP4)
+    kernels = BACKENDS[SM90].layer_kernels(h.layer_spec(weights=PACKED_MXFP4), Arrival.BATCHED)
+    assert device.keys == set(kernels)
+    assert len(kernels) == 5
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])

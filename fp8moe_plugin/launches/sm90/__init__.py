@@ -19,6 +19,13 @@ from fp8moe_plugin.plan.sm90.indexer import indexer_refusal
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 
 
+@functools.lru_cache(maxsize=PLANS)
+def _batched_plan(plan: grouped.BatchedPlan) -> Plan:
+    """Returns one plan for all calls with these choices, as `shared_plan` does."""
+    launches = functools.partial(batched_launches, plan)
+    return Plan(plan, plan.scratch.nbytes, launches, gathers=plan.tile.streams_weights)
+
+
 class Sm90:
     """See `launches.backend.Backend`."""
 
@@ -61,8 +68,7 @@ class Sm90:
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
-        plan = grouped.plan_batched(spec, max_m, expected_m, multiprocessors, self.tuning)
-        return shared_plan(plan, batched_launches)
+        return _batched_plan(grouped.plan_batched(spec, max_m, expected_m, multiprocessors, self.tuning))
 
     @functools.lru_cache(maxsize=PLANS)  # noqa: B019
     def plan_grouped(

@@ -113,15 +113,27 @@ def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles
 
 
 def batched_launches(
-    plan: BatchedPlan, x: Rows, w13: Weights, w2: Weights, counts: Address, out: Address, scratch: Address
+    plan: BatchedPlan,
+    x: Rows,
+    w13: Weights,
+    w2: Weights,
+    counts: Address,
+    out: Address,
+    scratch: Address,
+    row_numbers: Address = 0,
 ) -> list[Launch]:
     """Returns the launches of `batched_experts` for the first `counts[e]` rows of each expert of `[experts, max_m]`."""
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
+    cut = tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.cut)
     shared = tiles if plan.pdl_down else Tiles(at.table, at.num_tiles)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
+    first = plan.gate_up, plan.blocks, x, w13, inner, shared, plan.spec.activation.numbers
+    second = plan.down, plan.down_blocks, inner, w2, out, shared
+    if not plan.tile.streams_weights:
+        return [cut, gate_up_launch(*first), grouped_gemm_launch(*second, pdl=plan.pdl_down)]
     return [
-        tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.cut),
-        gate_up_launch(plan.gate_up, plan.blocks, x, w13, inner, shared, plan.spec.activation.numbers),
-        grouped_gemm_launch(plan.down, plan.blocks, inner, w2, out, shared, pdl=plan.pdl_down),
+        cut,
+        gate_up_few_rows_launch(*first, a_rows=row_numbers, pdl=True),
+        grouped_gemm_few_rows_launch(*second, columns=plan.columns_at_once, row_counters=1, pdl=True),
     ]

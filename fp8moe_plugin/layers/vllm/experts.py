@@ -156,7 +156,7 @@ class BatchedExperts(Fp8MoeExperts):
         **_: Any,
     ) -> None:
         """Write the valid rows of each expert, given e4m3 `hidden_states` `[E, max_m, K]` and float32 `a1q_scale`."""
-        # Assumes uniform routing; decides only whether GEMM 2 starts early and whether it keeps weights.
+        # Assumes uniform routing; may change the speed, never the result.
         expected_m = ceil_div(hidden_states.shape[1] * topk_ids.shape[1], global_num_experts)
         counts = expert_tokens_meta.expert_num_tokens
         self.experts(w1, w2).run_batched(hidden_states, a1q_scale, counts, expected_m, output)

@@ -6,7 +6,14 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey
-from fp8moe_plugin.plan.sm90.catalog import PACKED_FORMATS, gate_up_key, grouped_gemm_few_rows_key, grouped_gemm_key
+from fp8moe_plugin.plan.sm90.catalog import (
+    PACKED_FORMATS,
+    blocks_of_few_rows,
+    gate_up_few_rows_key,
+    gate_up_key,
+    grouped_gemm_few_rows_key,
+    grouped_gemm_key,
+)
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
@@ -15,6 +22,7 @@ from fp8moe_plugin.plan.tuning import (
     K_BLOCKS_PER_SETUP,
     KEEP_B_UP_TO,
     MULTIPROCESSORS,
+    PACKED_FEW_ROWS_PER_EXPERT,
 )
 
 
@@ -31,13 +39,15 @@ class GroupedPlan:
 
 @dataclass(frozen=True)
 class BatchedPlan:
-    """Both GEMMs of experts whose tokens arrive quantized and sorted, in tiles for many rows."""
+    """Both GEMMs of experts whose tokens arrive quantized and sorted."""
 
     spec: LayerSpec
     gate_up: KernelKey
     down: KernelKey
-    blocks: int  # of both grids
+    blocks: int  # of the grid of GEMM 1
+    down_blocks: int  # of the grid of GEMM 2
     tile: RowTile
+    columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
     pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
     scratch: BatchedScratch
 
@@ -76,17 +86,31 @@ def plan_batched(
     tuning: GpuTuning = UNTUNED,
 ) -> BatchedPlan:
     """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
-    packed, intermediate = spec.weights in PACKED_FORMATS, spec.shape.intermediate
-    tile, keep_b = UNTAILED if packed else MANY_ROWS, not packed and keeps_b(expected_m, intermediate, tuning)
+    _, hidden, intermediate, experts, _ = spec.shape
+    tile = batched_tile(spec.weights, expected_m)
+    few_rows, keep_b = tile.streams_weights, tile is MANY_ROWS and keeps_b(expected_m, intermediate, tuning)
     return BatchedPlan(
         spec=spec,
-        gate_up=gate_up_key(spec, gather=False),
+        gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gather=False),
         down=grouped_key(tile, keep_b, spec.weights, spec.bias),
         blocks=multiprocessors,
+        down_blocks=multiprocessors * (blocks_of_few_rows(spec.weights) if few_rows else 1),
         tile=tile,
-        pdl_down=down_uses_pdl(expected_m, intermediate, tuning),
-        scratch=batched_scratch(spec.shape.local_experts, max_m, intermediate, tile.rows),
+        columns_at_once=columns_at_once(experts * max_m, experts, hidden, intermediate) if few_rows else 1,
+        pdl_down=few_rows or down_uses_pdl(expected_m, intermediate, tuning),
+        scratch=batched_scratch(experts, max_m, intermediate, tile.rows),
     )
+
+
+def batched_tile(weights: WeightFormat, expected_m: int) -> RowTile:
+    """Returns the tiles of batched experts of about `expected_m` rows.
+
+    The kernel of GEMM 1 for few rows needs a copy of the scales in another layout. Only packed weights are worth it:
+    of few rows, their kernels for many rows take 1.7 times as long (docs/experiments/080-packed-mxfp4-many-rows.md).
+    """
+    if weights not in PACKED_FORMATS:
+        return MANY_ROWS
+    return FEW_ROWS if expected_m <= PACKED_FEW_ROWS_PER_EXPERT else UNTAILED
 
 
 def grouped_key(

@@ -103,21 +103,17 @@ def _packed_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns the kernels of a layer with packed weights."""
     few, of = few_rows_tokens(spec), f"of experts in {spec.weights.name}"
     small = {} if arrival is Arrival.QUANTIZED else _small_batch_kernels(spec)
-    down, longer = grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias), f"in steps of more than {few}"
+    down = grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias)
     gemms = {
-        down: f"GEMM 2 {of} {longer} tokens: prefill; and of batched experts",
-        gate_up_key(spec, gather=False): f"GEMM 1 {of} and SwiGLU {longer} tokens: prefill; and of batched experts",
+        grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 {of} in steps of up to {few} tokens: decode",
+        gate_up_few_rows_key(spec): f"GEMM 1 {of} and SwiGLU in steps of up to {few} tokens: decode",
+        down: f"GEMM 2 {of} in steps of more than {few} tokens: prefill",
+        gate_up_key(spec, gather=False): f"GEMM 1 {of} and SwiGLU in steps of more than {few} tokens: prefill",
     }
     if arrival is Arrival.BATCHED:
         return gemms | _tiles_of_batched_experts()
-    return {
-        grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 {of} in steps of up to {few} tokens: decode",
-        gate_up_few_rows_key(spec): f"GEMM 1 {of} and SwiGLU in steps of up to {few} tokens: decode",
-        **gemms,
-        **_row_major_quantization(spec),
-        **_permutation(spec, arrival),
-        **small,
-    } | _routing_kernels(spec)
+    sorting = _row_major_quantization(spec) | _permutation(spec, arrival) | _routing_kernels(spec)
+    return gemms | sorting | small
 
 
 def _tiles_of_batched_experts() -> KernelSet:
