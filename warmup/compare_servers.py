@@ -12,6 +12,7 @@ from fp8moe_plugin.compare.measure import Cells
 from fp8moe_plugin.compare.process import EngineProcess
 from fp8moe_plugin.compare.result import BASELINE, CANDIDATE, CompareResult, EngineResult
 from fp8moe_plugin.compare.server import LISTED, Server, windows
+from fp8moe_plugin.compare.task import check_task
 from warmup.compare import DEFAULT_TEXT, PROMPT, Say, cells_of, text_of
 from warmup.options import Options
 
@@ -37,10 +38,12 @@ def prepare_servers(options: Options) -> ServerComparison:
     """Returns the comparison that a command line describes, with a result that has no figures yet.
 
     Raises:
-        UnsupportedError: the text cannot be used.
+        UnsupportedError: the text or the task cannot be used.
     """
     text = text_of(options.text)
     windows(text)
+    if options.task:
+        check_task(options.task)
     result = CompareResult(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         gpu=None,
@@ -53,6 +56,7 @@ def prepare_servers(options: Options) -> ServerComparison:
         window_tokens=WINDOW,
         listed_tokens=LISTED,
         prompt_tokens=PROMPT,
+        task=options.task,
         engines=[
             EngineResult(name=CANDIDATE, url=options.url),
             EngineResult(name=BASELINE, url=options.baseline),

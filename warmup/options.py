@@ -31,7 +31,7 @@ OF_SGLANG = (
     "chunked_prefill_size", "cuda_graph_bs_decode",
 )  # fmt: skip
 OF_MODEL = ("model", "revision", "download_dir", "quantization", "trust_remote_code")
-OF_COMPARE = ("bf16", "text", "sequences", "url", "baseline", "max_kl", "min_speed")
+OF_COMPARE = ("bf16", "text", "sequences", "url", "baseline", "task", "max_kl", "min_speed")
 SIZES = ("tokens", "cudagraph_capture_sizes", "cuda_graph_bs_decode")
 
 
@@ -56,6 +56,7 @@ class Options:
     sequences: tuple[int, ...]
     url: str | None
     baseline: str | None
+    task: str | None
     max_kl: float | None
     min_speed: float | None
     clear: bool
@@ -103,6 +104,7 @@ def parse(arguments: list[str] | None) -> Options:
         sequences=tuple(sorted(set(given.sequences or ()))),
         url=given.url,
         baseline=given.baseline,
+        task=given.task,
         max_kl=given.max_kl,
         min_speed=given.min_speed,
         clear=bool(given.clear),
@@ -156,6 +158,8 @@ def _check_compare(parser: Parser, given: argparse.Namespace) -> None:
     if not given.url and not given.baseline:
         if not given.model:
             parser.error("compare needs a --model, or --url and --baseline")
+        if given.task:
+            parser.error("--task is done by two running servers: give --url and --baseline")
         return
     if not given.url or not given.baseline:
         parser.error("--url and --baseline are two servers: give both")

@@ -196,6 +196,8 @@ def _add_compare(parser: Parser) -> None:
     servers = parser.add_argument_group("two servers instead of a --model", about)
     servers.add_argument("--url", type=url, metavar="URL", help="server to check, such as http://canary:8000")
     servers.add_argument("--baseline", type=url, metavar="URL", help="server to compare it with")
+    task = "also do this task of lm-eval with both, such as gsm8k, or a YAML file; needs its package"
+    servers.add_argument("--task", metavar="TASK", help=task)
     about = "met if all of the 95% interval is within the limit; otherwise, the exit status is 3"
     limits = parser.add_argument_group("limits", about)
     kl = "most KL divergence from BF16, or else from vLLM's fp8, or from the baseline"

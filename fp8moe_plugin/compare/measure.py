@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fp8moe_plugin.compare.cells import Cell
-from fp8moe_plugin.compare.intervals import Reading
+from fp8moe_plugin.compare.intervals import Reading, bootstrap
 from fp8moe_plugin.compare.process import EngineError
-from fp8moe_plugin.compare.result import CompareResult, EngineResult, timing
+from fp8moe_plugin.compare.result import BASELINE, CompareResult, EngineResult, timing
+from fp8moe_plugin.compare.task import Scores
 from fp8moe_plugin.compare.turns import Engines
 
 ENOUGH_S = 10.0
@@ -49,6 +50,8 @@ def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dic
                 _read(engines, results[name], result.listed_tokens, readings)
         for cell in cells.all:
             _time(engines, results, cell, _rounds(cells))
+        if result.task:
+            _evaluate(engines, results, result.task)
     finally:
         engines.kill()
         for name, found in engines.found.items():
@@ -88,3 +91,17 @@ def _time(engines: Engines, results: dict[str, EngineResult], cell: Cell, rounds
     medians = ", ".join(f"{name} {np.median(ms):.2f} ms" for name, ms in taken.items())
     if medians:
         engines.progress(f"{cell.name}: {medians}")
+
+
+def _evaluate(engines: Engines, results: dict[str, EngineResult], task: str) -> None:
+    found: dict[str, Scores] = {}
+    for name in list(engines.names):
+        with engines.errors(name):
+            found[name] = engines.call(name, "evaluate", task)
+            results[name].task_scores = {metric: float(each.mean()) for metric, each in found[name].items()}
+            engines.progress(f"{name} has done {task}")
+    base = found.get(BASELINE, {})
+    for name, scores in found.items():
+        if name != BASELINE:
+            changes = {metric: each - base[metric] for metric, each in scores.items() if metric in base}
+            results[name].task_changes = {metric: bootstrap(change) for metric, change in changes.items()}

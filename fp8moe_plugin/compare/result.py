@@ -50,6 +50,8 @@ class EngineResult(Part):
     perplexity_percent: Interval | None = None
     divergence: Interval | None = None  # KL(reference || this) in nats per token
     same_token: Interval | None = None  # share of positions
+    task_scores: dict[str, float] = {}  # by metric, the mean over the documents of the task
+    task_changes: dict[str, Interval] = {}  # minus the baseline's
     first_token_ms: Timing | None = None
     tokens_per_s: dict[int, Timing] = {}  # by the number of sequences that are decoded
     error: str | None = None
@@ -91,6 +93,7 @@ class CompareResult(Part):
     windows: int | None = None
     window_tokens: int
     vocabulary: int | None = None  # tokens
+    task: str | None = None  # of lm-eval
     listed_tokens: int  # most likely tokens at each position, over which `divergence` is computed
     prompt_tokens: int  # of the prompt whose first token is timed
     in_turns: bool | None = None  # all engines at once, started together; else one after the other
@@ -192,6 +195,9 @@ def _figures(result: CompareResult) -> Iterator[Row]:
     yield from _intervals(f"  over {reference}, %", "+.3f", [engine.perplexity_percent for engine in engines])
     yield from _intervals(f"KL from {reference}, nats per token", ".5f", [engine.divergence for engine in engines])
     yield from _intervals(f"same most likely token as {reference}", ".2%", [engine.same_token for engine in engines])
+    for metric in sorted({metric for engine in engines for metric in engine.task_scores}):
+        yield f"{result.task} {metric}", [_number(engine.task_scores.get(metric), ".4f") for engine in engines]
+        yield from _intervals(f"  minus {BASELINE}", "+.4f", [engine.task_changes.get(metric) for engine in engines])
     first = f"first token of {'about ' * result.servers}{result.prompt_tokens:,}, ms"
     yield from _timings(first, ".2f", [engine.first_token_ms for engine in engines])
     for count in sorted({count for engine in engines for count in engine.tokens_per_s}):
@@ -227,7 +233,10 @@ def verdict(result: CompareResult) -> str:
     if peer is None:
         return f"Verdict: none, as {ours.name} answers, but no other engine does."
     timed = result.gpu or result.servers
-    return "\n".join([*_accuracy(result, ours), *(_speed(ours, peer) if timed else [])]) or "Nothing was measured."
+    return (
+        "\n".join([*_accuracy(result, ours), *_task(result, ours), *(_speed(ours, peer) if timed else [])])
+        or "Nothing was measured."
+    )
 
 
 def _accuracy(result: CompareResult, ours: EngineResult) -> Iterator[str]:
@@ -241,6 +250,13 @@ def _accuracy(result: CompareResult, ours: EngineResult) -> Iterator[str]:
         word = f"; {closer} is closer" if closer else "; the two differ by no more than chance"
     yield f"Accuracy: {ours.name} predicts the same token as {result.reference} at {same} of positions."
     yield f"  Its probabilities differ (KL divergence) by {kl} nats per token{word}."
+
+
+def _task(result: CompareResult, ours: EngineResult) -> Iterator[str]:
+    for metric, change in ours.task_changes.items():
+        doubt = " (within noise)" * (change.low <= 0 <= change.high)
+        score = f"{ours.task_scores[metric]:.4f}, {change.value:+.4f} over {BASELINE}{doubt}"
+        yield f"Task: {metric} of {ours.name} in {result.task} is {score}."
 
 
 def _speed(ours: EngineResult, peer: EngineResult) -> Iterator[str]:

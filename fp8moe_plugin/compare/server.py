@@ -13,6 +13,7 @@ import numpy as np
 from fp8moe_plugin.compare.cells import SHORT, STEPS, Cell, Clock
 from fp8moe_plugin.compare.engine import MOST_WINDOWS, WINDOW
 from fp8moe_plugin.compare.intervals import Reading
+from fp8moe_plugin.compare.task import Scores, evaluate
 from fp8moe_plugin.errors import UnsupportedError
 
 LISTED = 20  # most likely tokens at each position; vLLM serves no more by default
@@ -68,6 +69,9 @@ class Server(Clock):
         if not np.isfinite(logprobs).all():
             raise RuntimeError(f"{self.url} returned a log-probability that is not finite")
         return Reading(ids, tokens, logprobs)
+
+    def evaluate(self, task: str) -> Scores:
+        return evaluate(task, self.url, self.model)
 
     def _read(self, text: str, listed: int) -> tuple[list[str], list[float], list[dict[str, float]]]:
         """Returns the tokens of a prompt, their log-probabilities, and those of the most likely tokens."""
