@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,9 +30,9 @@ class Group:
     ranks: list[Rank]
     owners: torch.Tensor
 
-    def push(self, rank: int, rows: int, inputs: Inputs) -> torch.Tensor:
-        me, (x, weights, ids) = self.ranks[rank], inputs
-        return push_moe(me.window, self.owners, rows, x, *me.layer, weights, ids, me.expert_map)
+    def push(self, rank: int, rows: int, inputs: Inputs, **form: Any) -> torch.Tensor:
+        me, (x, *routing) = self.ranks[rank], inputs
+        return push_moe(me.window, self.owners, rows, x, *me.layer, *routing, me.expert_map, **form)
 
     def run(self, seed: int, ops: Callable[[int], None]) -> None:
         """Queue what `ops` does for each rank, and run all ranks beside each other."""

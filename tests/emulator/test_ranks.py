@@ -1,17 +1,20 @@
 """Layers whose ranks store tokens and sums into each other's windows, under schedules that are hard on them."""
 
 import ctypes
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import Device, EmulatorError
 from tests.emulator.layers import MOST_ERROR
 from tests.emulator.ranks import EXPERTS_PER_RANK, HIDDEN, INTERMEDIATE, TOPK, open_group, run_calls
+from tests.mxfp4 import random_experts
 
 SMALL_BATCH_MULTIPROCESSORS = 16  # the fewest with room for its clusters
 
@@ -31,6 +34,31 @@ def test_many_rows(emulator: Device, seed: int) -> None:
 def test_small_batches(emulator_runtime: ctypes.CDLL, kernels: Kernels, seed: int) -> None:
     emulator = Device(emulator_runtime, kernels, SMALL_BATCH_MULTIPROCESSORS)
     assert run_calls(emulator, seed, [[2, 1], [1, 2]]) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("span", [0, 30])  # with further steps, or without, on one of the ranks
+@pytest.mark.parametrize("tokens", [2, 70])
+def test_packed_weights(emulator_runtime: ctypes.CDLL, kernels: Kernels, tokens: int, span: int) -> None:
+    """Also where the ranks alone would take other kernels."""
+    gen = h.seeded(0, torch.device("cpu"))
+    shape = EXPERTS_PER_RANK, HIDDEN, INTERMEDIATE
+    layers = [random_experts(gen, *shape, binades).packed() for binades in (0, span)]
+    emulator, any_layer = (
+        Device(emulator_runtime, kernels, SMALL_BATCH_MULTIPROCESSORS),
+        h.random_layer(gen, 4, 256, 128),
+    )
+    group = open_group(emulator, any_layer, 2, tokens)
+    ranks = [replace(rank, layer=layer) for rank, layer in zip(group.ranks, layers, strict=True)]
+    group, outs = replace(group, ranks=ranks), {}
+    x, routing = h.random_tokens(gen, tokens, HIDDEN), h.random_routing(gen, "distinct", tokens, TOPK, 4)
+
+    def ops(rank: int) -> None:
+        outs[rank] = group.push(rank, tokens, (x, *routing), weights=PACKED_MXFP4)
+
+    group.run(1, ops)
+    shares = [fused_moe(x, *rank.layer, *routing, expert_map=rank.expert_map, weights=PACKED_MXFP4) for rank in ranks]
+    for out in outs.values():
+        assert h.relative_l2(out, sum(share.float() for share in shares)) <= MOST_ERROR
 
 
 @pytest.mark.parametrize("absent", [0, 1])

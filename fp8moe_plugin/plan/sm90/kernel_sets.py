@@ -71,17 +71,16 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
 
 def _push_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the kernels of a layer whose ranks store tokens into each other's windows."""
+    found = layer_kernels(spec, Arrival.QUANTIZED) | {
+        push_tokens_key(spec.ue8m0, quantize=True): "tokens stored in the windows of other ranks, in e4m3",
+        push_sums_key(): "sums of a rank's experts stored in the window of each token's rank",
+        add_sums_key(): "the sums of all ranks of each token added",
+    }
+    if spec.weights in PACKED_FORMATS:
+        return found
+    small = push_tokens_key(spec.ue8m0, quantize=False)
     return (
-        layer_kernels(spec, Arrival.QUANTIZED)
-        | _small_batch_kernels(spec)
-        | {
-            push_tokens_key(spec.ue8m0, quantize=True): "tokens stored in the windows of other ranks, in e4m3",
-            push_tokens_key(
-                spec.ue8m0, quantize=False
-            ): "the same in steps of up to 16 tokens of all ranks, in bfloat16",
-            push_sums_key(): "sums of a rank's experts stored in the window of each token's rank",
-            add_sums_key(): "the sums of all ranks of each token added",
-        }
+        found | _small_batch_kernels(spec) | {small: "the same in steps of up to 16 tokens of all ranks, in bfloat16"}
     )
 
 

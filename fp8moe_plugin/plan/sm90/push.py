@@ -16,6 +16,7 @@ from fp8moe_plugin.plan.scratch import offsets
 from fp8moe_plugin.plan.sm90.catalog import (
     MAX_PUSHED_GROUPS,
     MAX_RANKS,
+    PACKED_FORMATS,
     SMALL_BATCH_TOKENS,
     add_sums_key,
     push_sums_key,
@@ -98,9 +99,11 @@ class PushStep:
 def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int, tuning: GpuTuning = UNTUNED) -> PushStep:
     """Returns the plan of a step of up to `rows` tokens on each of the ranks, at least 1; they have one tuning."""
     tokens, hidden = ranks * rows, spec.shape.hidden
-    # Ranks store tokens in one format, though some may have an expert less: the rank with most experts decides.
+    # Ranks store tokens in one format, though some may have an expert less, or further steps, with which packed weights
+    # have no small batches: the rank with most experts decides, and such weights take none.
     share = spec.shape._replace(local_experts=largest_share(spec.shape.global_experts, ranks))
-    of_share = plan_layer(spec._replace(shape=share), tokens, multiprocessors, tuning)
+    alike = spec._replace(shape=share, quantized=spec.weights in PACKED_FORMATS)
+    of_share = plan_layer(alike, tokens, multiprocessors, tuning)
     small = isinstance(of_share, SmallBatchStep)  # its kernels quantize tokens, and sum up each token's experts
     layer = plan_layer(spec._replace(quantized=not small), tokens, multiprocessors, tuning)
     return PushStep(
