@@ -1,5 +1,7 @@
 """Packed MXFP4 on the emulator: layers have the bits of the same weights in block FP8."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +9,10 @@ import pytest
 import torch
 
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.ops import reference
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.moe import batched_experts, fused_moe
+from fp8moe_plugin.ops.routed_moe import routed_moe
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from tests import helpers as h
 from tests.emulator.device import Device
@@ -71,6 +75,49 @@ def test_a_small_batch_has_the_bits_of_block_fp8(
     wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
     assert h.same_bits(emulator.execute(seed, lambda: packed_moe(x, packed, *routing)), wanted)
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
+
+
+def of_quantized_tokens(x: torch.Tensor, layer: h.Layer, routing: h.Quantized, **form: Any) -> torch.Tensor:
+    q, scales = reference.quantize(x)
+    return fused_moe(q, *layer, *routing, hidden_scale=scales, **form)
+
+
+def with_shared_expert(x: torch.Tensor, layer: h.Layer, routing: h.Quantized, **form: Any) -> torch.Tensor:
+    weights, ids = routing
+    return fused_moe(x, *layer, weights, ids % 2, shared_expert=True, routed_scale=2.5, **form)
+
+
+def of_one_of_two_ranks(x: torch.Tensor, layer: h.Layer, routing: h.Quantized, **form: Any) -> torch.Tensor:
+    expert_map = torch.tensor([-1, 1, -1, 0, 2, -1], dtype=torch.int32)
+    return fused_moe(x, *layer, routing[0], routing[1] * 2 + 1, expert_map=expert_map, **form)
+
+
+def with_chosen_experts(x: torch.Tensor, layer: h.Layer, routing: h.Quantized, **form: Any) -> torch.Tensor:
+    logits = torch.randn(len(x), len(layer.w13), generator=h.seeded(1, CPU))
+    return routed_moe(x, *layer, logits, 2, **form)
+
+
+SORTED = [{"tile": FEW_ROWS}, {"tile": UNTAILED}]
+CALLS = with_shared_expert, of_one_of_two_ranks, with_chosen_experts
+
+
+@pytest.mark.parametrize(
+    ("call", "step"),
+    [*itertools.product(CALLS, [*SORTED, {"width": 8}]), *((of_quantized_tokens, step) for step in SORTED)],
+)
+def test_every_kind_of_call_has_the_bits_of_block_fp8(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, call: Callable[..., torch.Tensor], step: dict[str, Any]
+) -> None:
+    tokens = 7 if "width" in step else 140
+    gen, experts = h.seeded(0, CPU), random_experts(h.seeded(0, CPU), 3, 256, 128, SPAN)
+    x, routing = h.random_tokens(gen, tokens, 256), h.random_routing(gen, "distinct", tokens, 2, 3)
+    packed, fp8 = experts.packed(), experts.in_fp8()
+    h.force_step(monkeypatch, **step | ({"tile": MANY_ROWS} if step.get("tile") is UNTAILED else {}))
+    wanted = emulator.execute(1, lambda: call(x, fp8, routing))
+    taken = h.force_step(monkeypatch, **step)
+    assert h.same_bits(emulator.execute(1, lambda: call(x, packed, routing, weights=PACKED_MXFP4)), wanted)
+    assert len(taken) == 1
+    assert h.relative_l2(wanted, call(x, packed, routing, weights=PACKED_MXFP4)) <= MOST_ERROR
 
 
 @pytest.mark.parametrize(
