@@ -7,7 +7,7 @@ import torch
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.spec import advice
+from fp8moe_plugin.formats.spec import FORMATS, advice
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.launches.backend import Backend
 from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
@@ -19,8 +19,9 @@ from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 
 
 def check_format(prefix: str, weights: WeightFormat) -> None:
-    """Raise `UnsupportedError` if the kernels for the device of new tensors compute no experts in this format."""
-    _check(prefix, kernels_backend(torch.empty(0)), LayerSpec(MoeShape(1, GROUP, GROUP, 1, 1), weights))
+    """Raise `UnsupportedError` if there are kernels for experts in this format, but not for new tensors' device."""
+    if weights in FORMATS:
+        _check(prefix, kernels_backend(torch.empty(0)), LayerSpec(MoeShape(1, GROUP, GROUP, 1, 1), weights))
 
 
 def _check(prefix: str, backend: Backend, spec: LayerSpec, arrival: Arrival = Arrival.STANDARD) -> None:
