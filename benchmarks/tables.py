@@ -144,6 +144,18 @@ def humming_layers(found: Row) -> str:
     return table(header, (cells(*case) for case in cases))
 
 
+def mxfp4_layers(found: Row) -> str:
+    """Our layers from packed MXFP4: block FP8 and the fastest peer over them, and their microseconds."""
+    cells = {}
+    for row in found["rows"]:
+        peer = min(us for us in row["peers"].values() if not isinstance(us, str))
+        cells[row["shape"], row["tokens"]] = (
+            f"{row['fp8_us'] / row['us']:.2f}, {peer / row['us']:.2f} ({row['us']:.0f})"
+        )
+    names, steps = (list(dict.fromkeys(row[key] for row in found["rows"])) for key in ("shape", "tokens"))
+    return table(["tokens", *names], ([t, *(cells[name, t] for name in names)] for t in steps))
+
+
 def batch_invariance(found: Row) -> str:
     """Returns the sizes at which the mode changes the kernels."""
     rows = found["rows"]
@@ -334,6 +346,8 @@ TABLES = {
     "layer": Table(("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"), layers),
     "layer-h100": Table(("moe_layer-h100-2026-11-26",), layers),
     "models-h100": Table(("models_layer-2026-11-26",), models),
+    "models-h200": Table(("models_layer-2026-11-27",), models),
+    "mxfp4-layers": Table(("mxfp4_layer-2026-11-27",), mxfp4_layers),
     "expert-parallel": Table(("ep_layer-4_gpus-2026-11-27",), expert_parallel),
     "layer-skewed": Table(("moe_layer-skew-2026-11-23",), layers),
     "dense-decode-gemm": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="gemm_us", cell=times)),
