@@ -7,12 +7,12 @@ from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.splits import EngineLayers, engine_layers, engine_text, split_refusal
 from fp8moe_plugin.formats.weight_format import ceil_div
+from fp8moe_plugin.terminal import fit
 from warmup import all_to_all, decode, forms, memory, needs
 from warmup.commands import REMOTE_CODE, commands
 from warmup.explain import scratch_bytes
 from warmup.report import ChoiceReport, FormReport, SplitReport
 from warmup.target import GPUS, MOST_GPUS, NODE, Target
-from warmup.terminal import fit
 
 COUNTS = (1, 2, 4, NODE, MOST_GPUS)
 DEFAULT_CONTEXT = 8192

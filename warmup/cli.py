@@ -14,12 +14,12 @@ from fp8moe_plugin.jit.compiler import nvrtc_version
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.quoting import shell_word
+from fp8moe_plugin.terminal import fit
 from warmup import interrupts, kernels, streams
 from warmup.failures import as_text, failure_reported, print_error
 from warmup.model import check_split, read_checkpoint, warn
 from warmup.options import STDOUT, Options, parse
 from warmup.report import BundleReport, Report, State
-from warmup.terminal import fit
 
 GOOD = (State.PRESENT, State.COMPILED)
 LIMIT_FAILED = 3  # exit status

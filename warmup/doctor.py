@@ -15,12 +15,12 @@ from fp8moe_plugin.jit.lookup import bundle_path
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import Settings, settings, unknown_variables, variable
+from fp8moe_plugin.terminal import fit
 from warmup import all_to_all, diagnosis, engines, kernels, needs, tune
 from warmup.diagnosis import Diagnosis, Driver, KernelCache
 from warmup.model import check_split, read_checkpoint
 from warmup.options import Options
 from warmup.report import Finding, KernelReport, Report, State, installed
-from warmup.terminal import fit
 
 CHECKED_FOLDERS = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
 

@@ -15,12 +15,13 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.sm90.tiles import RowTile, computed_rows
 from fp8moe_plugin.plan.spec import MoeShape
 from fp8moe_plugin.settings import batch_invariant, settings
+from fp8moe_plugin.terminal import fit, table
 from warmup import all_to_all, forms, memory, needs
 from warmup.report import ExplainReport, LayoutReport, ShapeReport, StepReport
-from warmup.terminal import fit
 
 SAMPLES = 20_000  # experts whose numbers of rows are drawn
 REPEATS_FROM = 8  # with this many tiles of an expert or more, `tile.rows` more rows are one more tile without padding
+STEPS_HEADER = ["tokens", "rows", "padding", "scratch", "tile", "GEMM 1, GEMM 2"]
 STEPS = 200  # sampled steps; the busiest rank is determined in each
 
 
@@ -121,8 +122,6 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
     e, local = model.experts, rank_shapes(model, parallel).experts
     header = f"{model.architecture}: {_layers(e)} of {e.experts} experts, {e.topk} per token; hidden {e.hidden}, "
     header += f"intermediate {e.intermediate}; activation scales {'powers of two' if model.ue8m0 else 'float32'}"
-    width = max(24, *(len(way.options) for way in found.layouts))
-    names = max(32, *(len(shape.name) for shape in found.shapes))
     lines = [
         header,
         *memory.recoding_note(model),
@@ -131,10 +130,9 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         "",
         f"One GPU of {found.parallel}: {_size(found.weight_bytes)} of weights, "
         f"{_size(found.workspace_bytes)} of scratch in a step of {max_tokens} tokens",
-        *(
-            f"  {s.name:{names}s} {s.layers:4d} x {s.shape!s:20s} {_size(s.bytes):>10s}{_padding(s)}"
-            for s in found.shapes
-        ),
+    ]
+    shapes = [(s.name, f"{s.layers} x", str(s.shape), _size(s.bytes), _padding(s)) for s in found.shapes]
+    forms_and_ranks = [
         *(line for paragraph in forms.advice(model, parallel.dp, max_tokens, found.forms) for line in ("", paragraph)),
         *(["", found.all_to_all.why] if found.all_to_all else []),
         "",
@@ -143,26 +141,24 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
         else "The engine's own kernels compute the experts."
         if model.experts.layers
         else "The checkpoint keeps all experts unquantized: the engine's own kernels compute them.",
-        *[f"{'tokens':>7s} {'rows':>8s} padding {'scratch':>9s} tile  GEMM 1, GEMM 2"] * bool(found.steps),
-        *(
-            f"{s.tokens:7d} {s.rows_per_expert:8.2f} {s.padding:7.1%} {_size(s.workspace_bytes):>9s} "
-            + _gemms(step_plan(model, parallel, local, s.tokens))
-            for s in found.steps
-        ),
-        "",
-        "Ways to split it over as many GPUs (weights per GPU; rows of the busiest GPU over the average)",
-        *(
-            f"  {way.options:{width}s} "
-            + (
-                f"not supported: {way.refusal}"
-                if way.refusal
-                else f"{_size(way.weight_bytes or 0):>10s} {way.imbalance:8.2f}"
-            )
-            for way in found.layouts
-        ),
-        "With --gpu h100, h200, h20 or h800: which splits fit, which is best, and the commands that serve it.",
     ]
-    return "\n".join(fit(line, indent=4) for line in lines)
+    steps = [STEPS_HEADER, *(_step_row(step, step_plan(model, parallel, local, step.tokens)) for step in found.steps)]
+    ways = "Ways to split it over as many GPUs (weights per GPU; rows of the busiest GPU over the average)"
+    layouts = [(w.options, _size(w.weight_bytes or 0), f"{w.imbalance:.2f}") for w in found.layouts if not w.refusal]
+    last = [f"{way.options} is not supported: {way.refusal}" for way in found.layouts if way.refusal]
+    last += ["With --gpu h100, h200, h20 or h800: which splits fit, which is best, and the commands that serve it."]
+    return "\n".join(
+        [
+            *(fit(line, indent=4) for line in lines),
+            table("<><><", shapes),
+            *(fit(line, indent=4) for line in forms_and_ranks),
+            *([table(">>>>><", steps)] if found.steps else []),
+            "",
+            fit(ways, indent=4),
+            table("<>>", layouts),
+            *(fit(line, indent=4) for line in last),
+        ]
+    )
 
 
 def _layers(experts: Experts) -> str:
@@ -171,17 +167,19 @@ def _layers(experts: Experts) -> str:
     return f"{experts.layers} layers ({experts.mtp} of them for multi-token prediction, MTP)"
 
 
-def _gemms(step: StepPlan) -> str:
-    """Returns the rows per tile and the kernels of both GEMMs. In a small batch, all tokens are one tile."""
+def _step_row(found: StepReport, step: StepPlan) -> list[str]:
+    """Returns a row of the table of steps. In a small batch, all tokens are one tile."""
     tile_rows = step.padded_tokens if isinstance(step, SmallBatchStep) else step.tile.rows
-    return f"{tile_rows:4d}  {step.gate_up.source}, {step.down.source}"
+    rows, padding = f"{found.rows_per_expert:.2f}", f"{found.padding:.1%}"
+    kernels = f"{step.gate_up.source}, {step.down.source}"
+    return [str(found.tokens), rows, padding, _size(found.workspace_bytes), str(tile_rows), kernels]
 
 
 def _padding(shape: ShapeReport) -> str:
     if not shape.padding_bytes:
         return ""
     more = shape.padding_bytes / (shape.bytes - shape.padding_bytes)
-    return f"  {_size(shape.padding_bytes)} of it padding to whole scale blocks (+{more:.1%})"
+    return f"{_size(shape.padding_bytes)} of it padding to whole scale blocks (+{more:.1%})"
 
 
 def _size(count: int) -> str:

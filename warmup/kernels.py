@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from fp8moe_plugin import terminal
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.placement import Server
 from fp8moe_plugin.checkpoint.shapes import Model
@@ -32,7 +33,6 @@ from fp8moe_plugin.quoting import shell_word, shown_text
 from warmup import interrupts
 from warmup.options import Options
 from warmup.report import KernelReport, State
-from warmup.terminal import fit
 
 ALONE = Parallel()
 Plan = dict[KernelKey, str]  # the kernels to compile, each with the reason
@@ -281,7 +281,5 @@ def write_bundle(path: Path, plan: Plan) -> bytes:
 
 
 def table(reports: list[KernelReport]) -> str:
-    """Returns a line per kernel with its state and the reason why it is needed."""
-    width = max(len(report.kernel) for report in reports)
-    lines = (f"{report.state:8s}  {report.kernel:{width}s}  {report.why}" for report in reports)
-    return "\n".join(fit(line, indent=width + 12) for line in lines)
+    """Returns a row per kernel with its state and the reason why it is needed."""
+    return terminal.table("<<<", ((report.state, report.kernel, report.why) for report in reports))

@@ -19,6 +19,7 @@ from fp8moe_plugin.plan.gpu_tuning import UNTUNED
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.quoting import shell_word, shown_text
+from fp8moe_plugin.terminal import table
 from warmup.diagnosis import Diagnosis
 from warmup.failures import as_text
 from warmup.options import Options
@@ -49,26 +50,21 @@ def _specs(options: Options, model: Model) -> dict[str, LayerSpec]:
 
 def text(file: TuningFile) -> str:
     """Returns the thresholds and the steps that they change."""
-    defaults, names = asdict(UNTUNED), max(map(len, asdict(UNTUNED)))
-    lines = [f"{file.gpu}, version {file.version} of the plugin; microseconds of one layer", ""]
-    for name, value in asdict(file.tuning).items():
-        default = "the default" if value == defaults[name] else f"default {defaults[name]}"
-        lines.append(f"{name:{names}}  {value} ({default})")
-    lines += ["", f"{len(file.changed)} of {file.steps} measured steps have another plan than by default"]
+    defaults = asdict(UNTUNED)
+    found = [
+        (name, f"{value} ({'the default' if value == defaults[name] else f'default {defaults[name]}'})")
+        for name, value in asdict(file.tuning).items()
+    ]
+    header = f"{file.gpu}, version {file.version} of the plugin; microseconds of one layer"
+    lines = [header, "", table("<<", found), ""]
+    lines += [f"{len(file.changed)} of {file.steps} measured steps have another plan than by default"]
     if file.changed:
-        table = [["layer", "tokens", "default", "tuned", "tuned / default"]]
-        table += [
-            [
-                step.layer,
-                str(step.tokens),
-                f"{step.default_us:.1f}",
-                f"{step.us:.1f}",
-                f"{step.us / step.default_us:.3f}",
-            ]
-            for step in file.changed
+        rows = [("layer", "tokens", "default", "tuned", "tuned / default")]
+        rows += [
+            (s.layer, str(s.tokens), f"{s.default_us:.1f}", f"{s.us:.1f}", f"{s.us / s.default_us:.3f}")
+            for s in file.changed
         ]
-        first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
-        lines += ["  ".join([f"{name:{first}}", *map(str.rjust, cells, others)]) for name, *cells in table]
+        lines += [table("<>>>>", rows)]
     return "\n".join(lines)
 
 

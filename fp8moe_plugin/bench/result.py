@@ -1,20 +1,19 @@
 """The result of `fp8moe-warmup bench`, as a table and as a plot. Needs neither torch nor vLLM."""
 
 import importlib.util
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8moe_plugin import terminal
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import UnsupportedError
 
 T = TypeVar("T")
 
 OURS = "fp8moe"
-WIDTH = 100  # characters per line below the table
 PLOT_SUFFIXES = (".png", ".svg")
 
 
@@ -52,16 +51,16 @@ class BenchResult(BaseModel):
 
 
 def table(result: BenchResult) -> str:
-    """Returns a table of microseconds by tokens and backend, at most 100 columns wide, then the errors of backends."""
+    """Returns a table of microseconds by tokens and backend, then the errors of backends."""
     names = _unique(row.backend for row in result.rows)
     header = ["tokens", *names, "floor", f"best peer / {OURS}", "error"]
     counts = _unique(row.tokens for row in result.rows)
     lines = [header, *([str(tokens), *_cells(result, tokens, names)] for tokens in counts)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     machine = f"{result.gpu}, driver {result.driver}, torch {result.torch}, vLLM {result.vllm}, {result.date}"
     units = f"Microseconds of one layer; error: {OURS}'s relative L2 distance from float32 math."
-    return "\n".join([_title(result.shape), machine, units, "", *rows, *_failures(result, names)])
+    return "\n".join(
+        [_title(result.shape), machine, units, "", terminal.table(">" * len(header), lines), *_failures(result, names)]
+    )
 
 
 def check_plot(path: Path) -> None:
@@ -127,7 +126,7 @@ def _failures(result: BenchResult, names: list[str]) -> list[str]:
         for error in _unique(row.error for row in rows if row.error):
             failed = [str(row.tokens) for row in rows if row.error == error]
             where = "" if len(failed) == len(rows) else f" at {', '.join(failed)} tokens"
-            lines += textwrap.wrap(f"{name}{where}: {error}", WIDTH, subsequent_indent="  ")
+            lines.append(terminal.fit(f"{name}{where}: {error}", indent=2))
     return ["", *lines] if lines else []
 
 

@@ -1,12 +1,12 @@
 """The result of `fp8moe-warmup compare`, as a table and as one line. Needs neither torch nor vLLM."""
 
 import statistics
-import textwrap
 from collections.abc import Iterator
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8moe_plugin import terminal
 from fp8moe_plugin.bench.result import OURS
 from fp8moe_plugin.compare.intervals import (
     Interval,
@@ -23,7 +23,6 @@ from fp8moe_plugin.quoting import shown_text
 
 FP8, BF16 = "fp8", "bf16"
 CANDIDATE, BASELINE = "candidate", "baseline"  # two running servers
-LABEL, WIDTH, TEXT_WIDTH = 36, 20, 96  # characters of the columns of the table, and of lines of text
 NONE = "-"
 
 
@@ -152,14 +151,14 @@ def timing(rounds_ms: list[float], sequences: int | None = None) -> Timing:
 
 
 def table(result: CompareResult) -> str:
-    """Returns one row per figure and one column per engine, at most 100 columns wide, then errors and the verdict."""
+    """Returns one row per figure and one column per engine, then errors and the verdict."""
     rows = [("", [engine.name for engine in result.engines])]
     rows += [(label, cells) for label, cells in _figures(result) if any(cell != NONE for cell in cells)]
-    lines = [label.ljust(LABEL) + "".join(cell.rjust(WIDTH) for cell in cells) for label, cells in rows]
+    figures = terminal.table("<" + ">" * len(result.engines), ((label, *cells) for label, cells in rows))
     failed = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.log]
     failed += [f"{e.name}: {e.error}" for e in result.engines if e.error and not e.log]
     limits = [*map(str, result.limits), f"Limits: {'passed' if result.passed else 'FAILED'}"] if result.limits else []
-    return "\n".join([*_about(result), "", *lines, "", *failed, *_unknown_text(result), result.verdict, *limits])
+    return "\n".join([*_about(result), "", figures, "", *failed, *_unknown_text(result), result.verdict, *limits])
 
 
 def _unknown_text(result: CompareResult) -> list[str]:
@@ -168,8 +167,11 @@ def _unknown_text(result: CompareResult) -> list[str]:
     if not found or size is None or min(found) < size:
         return []
     return [
-        f"This text says little: the model expects it less than chance would, of {size:,} tokens. Give one that it",
-        "knows with --text.",
+        terminal.fit(
+            f"This text says little: the model expects it less than chance would, of {size:,} tokens. Give one that it "
+            "knows with --text.",
+            indent=2,
+        )
     ]
 
 
@@ -265,8 +267,7 @@ def _speed(ours: EngineResult, peer: EngineResult) -> Iterator[str]:
     counts = [count for count in ours.tokens_per_s if count in peer.tokens_per_s]
     ratios = [f"{_times(ours.tokens_per_s[count], peer.tokens_per_s[count])} with {count}" for count in counts]
     if ratios:
-        text = f"Tokens per second, by the number of sequences: {', '.join(ratios)}."
-        yield textwrap.fill(text, TEXT_WIDTH, initial_indent="  ", subsequent_indent="  ")
+        yield terminal.fit(f"  Tokens per second, by the number of sequences: {', '.join(ratios)}.", indent=2)
     if ours.ready_s and peer.ready_s:
         yield f"Start: ready after {ours.ready_s:.0f} s, {peer.name} after {peer.ready_s:.0f} s."
 

@@ -120,10 +120,9 @@ def test_before_anything_is_measured_the_verdict_says_so() -> None:
     assert verdict(result) == "Nothing was measured."
 
 
-def test_the_table_fits_100_columns_and_has_every_figure() -> None:
+def test_the_table_has_every_figure() -> None:
     text = table(compared({OURS: 0.1, FP8: 0.3, BF16: 0}))
     rows = text.splitlines()
-    assert max(map(len, rows[:-1])) <= 100
     (rates,) = (row for row in rows if row.startswith("tokens/s, 64 sequences"))
     assert rates.split()[3:] == ["32,000", "21,333", "12,800"]
     (first,) = (row for row in rows if row.startswith("first token of 1,024, ms"))

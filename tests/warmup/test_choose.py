@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoints.synthetic import PRESETS, config
+from fp8moe_plugin import terminal
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.splits import split_refusal
-from warmup import choose, memory, terminal
+from warmup import choose, memory
 from warmup.__main__ import main
 from warmup.commands import commands
 from warmup.options import parse

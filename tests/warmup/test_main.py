@@ -509,7 +509,7 @@ def test_explain_shows_what_whole_scale_blocks_cost(
     assert shapes["experts.w2"].padding_bytes == pytest.approx(w2)
     assert shapes["experts.w13"].padding_bytes == pytest.approx(2 * w2)
     assert found.padding_bytes == sum(shape.padding_bytes for shape in found.shapes)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  experts.")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("experts.")]
     assert all(line.endswith(f" of it padding to whole scale blocks (+{overhead:.1%})") for line in lines)
     assert len(lines) == 2
 
