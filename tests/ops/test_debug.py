@@ -2,14 +2,19 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from fp8moe_plugin import ops
 from fp8moe_plugin.errors import InvalidInputError, WrongResultError
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops import checks, reference, workspace
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from tests import helpers as h
+from tests.mxfp4 import random_experts
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 256, 128, 5
 
@@ -48,15 +53,32 @@ def call_of_linear(gen: torch.Generator) -> list[torch.Tensor]:
     return [h.random_tokens(gen, 2, 3, HIDDEN), *h.random_weights(gen, 64, HIDDEN)]
 
 
-def batched_experts(*call: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def batched_experts(*call: torch.Tensor, out: torch.Tensor | None = None, **form: Any) -> torch.Tensor:
     """Zeros in the rows past the count, which are not written, unless they are in `out`."""
     zeros = torch.zeros(call[0].shape, dtype=torch.bfloat16, device=call[0].device)
-    return ops.batched_experts(*call, expected_m=3, out=zeros if out is None else out)
+    return ops.batched_experts(*call, expected_m=3, out=zeros if out is None else out, **form)
+
+
+def call_of_packed_layer(gen: torch.Generator) -> list[torch.Tensor]:
+    x, *_, weights, ids = call_of_layer(gen)
+    return [x, *packed(gen), weights, ids]
+
+
+def call_of_packed_slabs(gen: torch.Generator) -> list[torch.Tensor]:
+    q, scales, *_, counts = call_of_slabs(gen)
+    return [q, scales, *packed(gen), counts]
+
+
+def packed(gen: torch.Generator) -> h.Layer:
+    layer = random_experts(h.seeded(0, torch.device("cpu")), EXPERTS, HIDDEN, INTERMEDIATE, SPAN).packed()
+    return h.Layer(*(tensor.to(gen.device) for tensor in layer))
 
 
 OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., list[torch.Tensor]]]] = {
     "fused_moe": (ops.fused_moe, call_of_layer),
     "batched_experts": (batched_experts, call_of_slabs),
+    "fused_moe of packed weights": (partial(ops.fused_moe, weights=PACKED_MXFP4), call_of_packed_layer),
+    "batched_experts of packed weights": (partial(batched_experts, weights=PACKED_MXFP4), call_of_packed_slabs),
     "fp8_linear": (ops.fp8_linear, call_of_linear),
 }
 

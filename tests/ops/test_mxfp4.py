@@ -5,6 +5,7 @@ import torch
 
 from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
+from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import (
     codes_of,
@@ -16,8 +17,10 @@ from fp8moe_plugin.ops.mxfp4 import (
     write_down,
     write_half,
 )
-from tests.helpers import seeded
+from fp8moe_plugin.plan.options import layer_options
+from tests.helpers import random_routing, random_tokens, same_bits, seeded
 from tests.layers.test_recode import MINUS_ZERO, ZERO, dequantized
+from tests.mxfp4 import random_experts
 
 CPU = torch.device("cpu")
 
@@ -143,3 +146,18 @@ def test_words_keep_every_code():
     one = torch.zeros(1, 64, dtype=torch.uint8)
     one[0, 0], one[0, 9] = 0xA3, 0x0C  # channels 0, 1 and 18
     assert bytes_of_words(one)[0, 0, 0].tolist() == [0x23, 0x80, 0x08, 0x04]  # signs are apart
+
+
+def test_a_layer_compiles_without_a_graph_break():
+    gen = seeded(0, CPU)
+    layer, options = random_experts(gen, 3, 256, 128, SPAN).packed(), layer_options(PACKED_MXFP4).text
+
+    def run(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch_ops.fused_moe(options, x * 2, None, *layer, None, None, weights, ids, None, out)
+        return out + 1
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 70):
+        call = random_tokens(gen, tokens, 256), *random_routing(gen, "distinct", tokens, 2, 3)
+        assert same_bits(compiled(*call), run(*call))

@@ -15,7 +15,7 @@ import torch
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.layers.experts import Experts
-from fp8moe_plugin.layers.parameters import expert_tensors
+from fp8moe_plugin.layers.parameters import expert_tensors, format_of
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan.spec import LayerSpec
@@ -56,6 +56,9 @@ class Mlp(NamedTuple):
             return False
         if spec.activation != Activation(limit=spec.activation.limit):  # `merge` compares the limit
             _announce_other_activation()
+            return False
+        if any(format_of(tensor) != spec.weights for tensor in self.tensors()):
+            log_once(logging.INFO, f"shared experts are not merged: the routed ones are {spec.weights.name}")
             return False
         with torch.device("meta"):
             slots = expert_tensors(spec.weights, 1, hidden, intermediate).values()

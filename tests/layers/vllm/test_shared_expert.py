@@ -21,7 +21,7 @@ from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.shared_expert import DenseLayers, Mlp
 from tests import helpers as h
 from tests.layers.experts import EXPERTS, HIDDEN, make_checkpoint, make_unquantized
-from tests.layers.vllm.one_rank import Layer, default_config, load_mlp, make_mlp
+from tests.layers.vllm.one_rank import PACKED, Layer, default_config, load_mlp, make_mlp
 
 PREFIX = "model.layers.3.mlp"
 PARAMETERS = tuple(expert_tensors(FP8_BLOCK, 1, 128, 128))
@@ -171,6 +171,15 @@ def test_a_shared_expert_of_another_activation_stays_apart(on_rank, monkeypatch)
     stepped = method.spec._replace(activation=Activation("swiglustep", 7.0))
     assert not make_shared(256).fits(method.moe, stepped, *sizes)
     assert lines == ["shared experts are not merged: their activation may differ from that of the others"]
+
+
+def test_a_shared_expert_of_another_format_stays_apart(on_rank, monkeypatch):
+    """In DeepSeek-V4's checkpoints it is in block FP8."""
+    on_rank(1, 0)
+    lines: list[str] = []
+    monkeypatch.setattr(shared_expert, "log_once", lambda level, text: lines.append(text))
+    assert Layer(256, 1, 0, PACKED, make_shared(256)).quant_method.shared_expert is None
+    assert lines == ["shared experts are not merged: the routed ones are packed MXFP4"]
 
 
 def test_experts_take_the_shared_expert_of_their_block():
