@@ -83,6 +83,11 @@ COMMANDS = (
     "--print-completion bash",
 )
 
+REFUSED = {
+    "bench --model DeepSeek-V3": "bench needs PyTorch, which is not installed.",
+    "verify --model deepseek-ai/DeepSeek-V3": "Run `pip install huggingface_hub`, or give a folder",
+}
+
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
@@ -100,7 +105,8 @@ def main() -> None:
         warmup = str(python.with_name("fp8moe-warmup"))
         for command in COMMANDS:
             run([warmup, *command.split()], cwd=scratch, **empty)
-        check_refusal([warmup, "bench", "--model", "DeepSeek-V3"], scratch)
+        for refused, reason in REFUSED.items():
+            check_refusal([warmup, *refused.split()], reason, scratch)
         run([*install, f"torch=={metadata.version('torch')}"])  # the build that is already downloaded
         run([str(python), "-I", "-c", IMPORT], cwd=scratch)
         print(f"{wheel.name} is good")
@@ -116,10 +122,10 @@ def copied_models(scratch: str) -> list[str]:
     return [config.stem for config in configs]
 
 
-def check_refusal(command: list[str], cwd: str) -> None:
+def check_refusal(command: list[str], reason: str, cwd: str) -> None:
     done = subprocess.run(command, cwd=cwd, env={"PATH": "", "HOME": cwd}, stderr=subprocess.PIPE, text=True)
-    if done.returncode != 1 or not done.stderr.startswith("error: bench needs PyTorch, which is not installed."):
-        sys.exit(f"bench without torch: status {done.returncode}, {done.stderr}")
+    if done.returncode != 1 or not done.stderr.startswith("error: ") or reason not in done.stderr:
+        sys.exit(f"{shlex.join(command[1:])}: status {done.returncode}, {done.stderr}")
 
 
 def check_sources(wheel: Path) -> None:

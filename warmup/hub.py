@@ -1,5 +1,6 @@
 """Downloads a model's config.json from the Hugging Face hub. An unreachable hub is reported at once."""
 
+import importlib.util
 import socket
 import sys
 import threading
@@ -24,6 +25,11 @@ def download_config(model: str, revision: str | None, folder: Path | None) -> Pa
     Raises:
         CheckpointError: it cannot be downloaded.
     """
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise CheckpointError(
+            f"There is no folder {shown(model)}, and the hub's client is not installed, which the extra `hub` of this "
+            "package has. Run `pip install huggingface_hub`, or give a folder with the model's config.json."
+        )
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 

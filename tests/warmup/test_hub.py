@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import pytest
 
+from fp8moe_plugin.errors import CheckpointError
 from tests.checkpoint.published import PATHS
 from warmup import hub as hub_of_warmup
 
@@ -167,6 +168,12 @@ def test_what_was_fetched_before_is_used_where_the_hub_is_unreachable(hub: str, 
     done = list_kernels("maker/model", "http://127.0.0.1:9", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "is unreachable ([Errno 111] Connection refused): the config.json that was downloaded before" in done.stderr
+
+
+def test_without_the_client_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_of_warmup.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"extra `hub` .* Run `pip install huggingface_hub`, or give a folder"):
+        hub_of_warmup.download_config("maker/model", None, None)
 
 
 def test_a_revision_and_a_folder_for_downloads(hub: str, tmp_path: Path) -> None:
