@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe_plugin.bench.machine import check_machine, driver_version
+from fp8moe_plugin.bench.packed import random_forms
 from fp8moe_plugin.bench.peers import BY_FORMAT, Layer, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.checkpoint.splits import rank_shapes
-from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
@@ -35,7 +35,7 @@ from fp8moe_plugin.layers import experts as layers
 from fp8moe_plugin.layers.weights import per_block_cast_to_fp8, per_row_cast_to_fp8
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
-from fp8moe_plugin.ops.reference import dequantize_blocks
+from fp8moe_plugin.ops.reference import dequantize_expert
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.testing import captured, replay_us
 
@@ -91,19 +91,13 @@ def bench_layer(
     Returns:
         A row for each backend and number of tokens; if a backend fails, its rows say why.
     Raises:
-        UnsupportedError: there is no Hopper GPU, vLLM is not installed, or weights in this format cannot be drawn.
+        UnsupportedError: there is no Hopper GPU, or vLLM is not installed.
     """
     kind: dict[str, Any] = {"activation": spec.activation, "stored": spec.weights}
-    if spec.weights not in CASTS:
-        raise UnsupportedError(
-            f"The benchmark draws weights in FP8, but the experts are in {spec.weights.name}. FP8MOE_FP4_EXPERTS=fp8 "
-            "measures experts with the same weights in block FP8."
-        )
     check_machine()
     driver = driver_version()
-    peers = {name: partial(make_peer, name, **kind) for name in BY_FORMAT[spec.weights]}
+    weights, peers = drawn_layer(experts, spec, torch.device("cuda"))
     makers = {OURS: partial(make_ours, spec=spec)} | peers
-    weights = random_weights(experts, torch.device("cuda"), CASTS[spec.weights])
     with set_up_vllm():
         rows = measure(makers, experts, weights, tokens, report_progress, **kind)
     return BenchResult(
@@ -116,6 +110,18 @@ def bench_layer(
         ue8m0=spec.ue8m0,
         rows=rows,
     )
+
+
+def drawn_layer(experts: Experts, spec: LayerSpec, device: torch.device) -> tuple[ExpertWeights, dict[str, Maker]]:
+    """Returns random weights, and the backends beside ours: vLLM's or, of packed weights, our layer in block FP8."""
+    if spec.weights not in CASTS:
+        weights, blocks = random_forms(experts, _seeded(0, device))
+        in_fp8 = spec._replace(weights=FP8_BLOCK)
+        return weights, {FP8_BLOCK.name: lambda _, __, tokens: make_ours(experts, blocks, tokens, in_fp8)}
+    peers = BY_FORMAT[spec.weights]
+    kind: dict[str, Any] = {"activation": spec.activation, "stored": spec.weights}
+    weights = random_weights(experts, device, CASTS[spec.weights])
+    return weights, {name: partial(make_peer, name, **kind) for name in peers}
 
 
 def measure(
@@ -215,7 +221,7 @@ def make_case(
     busy = sum(ids.unique().numel() for _, ids in routings) / len(routings)
     first, topk_weights, ids = (part[:REFERENCE_TOKENS] for part in (x, *routings[0]))
     expected = float32_layer(weights, first, topk_weights, ids, activation, stored)
-    return Case(x, routings, expected, floor_us(experts, tokens, busy))
+    return Case(x, routings, expected, floor_us(experts, tokens, busy, stored))
 
 
 def random_step(
@@ -260,7 +266,7 @@ def float32_layer(
     x = hidden_states.float()
     out = torch.zeros_like(x)
     for e in ids.unique().tolist():
-        w13, w2 = (dequantize_blocks(q[e], scales[e], stored) for q, scales in (weights.w13, weights.w2))
+        w13, w2 = dequantize_expert(weights.of_expert(e), stored)
         token, column = (ids == e).nonzero(as_tuple=True)
         gate, up = (x[token] @ w13.T).chunk(2, -1)
         gate = gate.clamp(max=gate_limit)
@@ -270,11 +276,12 @@ def float32_layer(
     return out
 
 
-def floor_us(experts: Experts, tokens: int, busy: float) -> float:
+def floor_us(experts: Experts, tokens: int, busy: float, stored: WeightFormat = FP8_BLOCK) -> float:
     """Returns a lower bound in microseconds from memory traffic and arithmetic. `busy`: experts with tokens."""
-    weights = 3 * experts.hidden * experts.intermediate  # per expert: bytes, and multiply-adds per token
+    weights = 3 * experts.hidden * experts.intermediate  # per expert: multiply-adds per token
     activations = 2 * 2 * tokens * experts.hidden  # bfloat16 in and out
-    memory_s = (busy * weights + activations) / BYTES_PER_S
+    nbytes = stored.weight.nbytes(3 * experts.intermediate, experts.hidden)  # of an expert
+    memory_s = (busy * nbytes + activations) / BYTES_PER_S
     return max(memory_s, 2 * weights * tokens * experts.topk / FLOP_PER_S) * 1e6
 
 

@@ -64,10 +64,7 @@ def batched_experts(
 
 def expert(spec: LayerSpec, rows: Quantized, weights: ExpertWeights) -> torch.Tensor:
     """Returns bfloat16 `w2 @ activated(gate, up)` with `gate, up = w13 @ row`, both plus bias, for each row."""
-    if spec.weights is PACKED_MXFP4:
-        w13, w2 = mxfp4.dequantize(*weights.w13, gate_up=True), mxfp4.dequantize(*weights.w2, gate_up=False)
-    else:
-        w13, w2 = dequantize_blocks(*weights.w13, spec.weights), dequantize_blocks(*weights.w2, spec.weights)
+    w13, w2 = dequantize_expert(weights, spec.weights)
     b13, b2 = weights.biases or (0.0, 0.0)
     inner = silu_mul_quant(product(rows, w13) + b13, spec.ue8m0, spec.activation)
     return (product(inner, w2) + b2).bfloat16()
@@ -213,6 +210,13 @@ def masked_gemm(a: Quantized, b: Quantized, out: torch.Tensor, masked_m: torch.T
 def dequantize_rows(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns float32 `[.., K]` from e4m3 `[.., K]` and scales `[.., ceil(K/128)]`."""
     return q.float() * scales.repeat_interleave(GROUP, -1)[..., : q.shape[-1]]
+
+
+def dequantize_expert(expert: ExpertWeights, weights: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float32 w13 `[2I, H]` and w2 `[H, I]` of one expert."""
+    if weights is PACKED_MXFP4:
+        return mxfp4.dequantize(*expert.w13, gate_up=True), mxfp4.dequantize(*expert.w2, gate_up=False)
+    return dequantize_blocks(*expert.w13, weights), dequantize_blocks(*expert.w2, weights)
 
 
 def dequantize_blocks(w: torch.Tensor, scales: torch.Tensor, weights: WeightFormat = FP8_BLOCK) -> torch.Tensor:

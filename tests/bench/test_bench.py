@@ -185,6 +185,18 @@ def test_the_layer_of_per_channel_weights_is_close_to_the_expected_one():
     assert bench.relative_l2(layer, case) < 0.06
 
 
+def test_experts_that_stay_in_mxfp4_are_timed_beside_the_same_in_block_fp8():
+    spec = LayerSpec(MoeShape.of(TINY, TINY.experts), PACKED_MXFP4)
+    weights, peers = bench.drawn_layer(TINY, spec, CPU)
+    case = bench.make_case(TINY, weights, 16, stored=PACKED_MXFP4)
+    layers = [bench.make_ours(TINY, weights, 16, spec), *(make(TINY, weights, 16) for make in peers.values())]
+    assert list(peers) == [FP8_BLOCK.name]
+    assert 0.1 < case.expected.square().mean().sqrt() < 10
+    assert all(bench.relative_l2(layer, case) < 0.06 for layer in layers)
+    assert h.same_bits(*(layer(case.hidden_states, *case.routings[0]) for layer in layers))
+    assert bench.floor_us(TINY, 1, 2, PACKED_MXFP4) < 0.6 * bench.floor_us(TINY, 1, 2)
+
+
 def test_the_floor_is_the_larger_of_memory_and_arithmetic():
     one_token = (8 * 3 * 7168 * 2048 + 4 * 7168) / 4.3e12 * 1e6  # 8 experts' weights: the memory's
     assert bench.floor_us(DEEPSEEK_V3, 1, 8) == pytest.approx(one_token)
@@ -261,11 +273,6 @@ def test_another_machine_is_refused(monkeypatch, capability, vllm, message):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if vllm else None)
     with pytest.raises(UnsupportedError, match=message):
         bench.bench_layer(TINY, [1], SPEC, print)
-
-
-def test_experts_that_stay_in_mxfp4_are_refused():
-    with pytest.raises(UnsupportedError, match="the experts are in packed MXFP4"):
-        bench.bench_layer(TINY, [1], SPEC._replace(weights=PACKED_MXFP4), print)
 
 
 @pytest.mark.gpu
