@@ -19,6 +19,7 @@ class Recipe(NamedTuple):
     family: str  # in docs/compatibility.md
     about: str
     measured: tuple[Measured, ...] = ()
+    form: str | None = None  # of experts in MXFP4, of FP8MOE_FP4_EXPERTS
 
 
 H100_LAYER = "the experts of one layer, all on one H100"
@@ -27,6 +28,10 @@ V3_TP8 = (
     "an engine with 30 of the 61 layers, at the widths of one of 8 tensor-parallel GPUs, on one H200: half the model, "
 )
 V3_TP8 += "without the sums over GPUs"
+# Of models whose quantization_config in tests/checkpoint/configs_2026 is reconstructed.
+PARTLY_KNOWN = (
+    "Which of its layers are unquantized was not read from the published file: bytes of weights may differ a little."
+)
 LAYERS = "models_layer-2026-11-26"
 RECIPES = (
     Recipe(
@@ -45,22 +50,28 @@ RECIPES = (
         (Measured(LAYERS, "DeepSeek-V4-Flash", f"{H100_LAYER}, in block FP8"),),
     ),
     Recipe(
+        "deepseek-v4-pro", "DeepSeek-V4-Pro", "DeepSeek-V4-Pro", "deepseek-ai/DeepSeek-V4-Pro",
+        "DeepSeek-V4-Flash, V4-Pro",
+        "Its experts stay in MXFP4, which is experimental; re-encoded to block FP8, the default, they need 16 H200.",
+        form="mxfp4",
+    ),
+    Recipe(
         "glm-5", "GLM-5, 5.1 and 5.2", "GLM-5.2-FP8", "zai-org/GLM-5.2-FP8", "GLM-5, 5.1, 5.2",
         "With DeepSeek's sparse attention.",
     ),
     Recipe(
         "glm-5.3-flash", "GLM-5.3-Flash", "GLM-5.3-Flash", "zai-org/GLM-5.3-Flash", "GLM-5.3-Flash",
-        "Attention stays in BF16.",
+        f"Attention stays in BF16. {PARTLY_KNOWN}",
         (Measured(LAYERS, "GLM-5.3-Flash", H100_LAYER),),
     ),
     Recipe(
         "qwen3.5", "Qwen3.5-397B-A17B", "Qwen3.5-397B-A17B-FP8", "Qwen/Qwen3.5-397B-A17B-FP8", "Qwen3.5, Qwen3.6",
-        "Three of four layers have linear attention, which needs no KV cache.",
+        f"Three of four layers have linear attention, which needs no KV cache. {PARTLY_KNOWN}",
     ),
     Recipe(
         "qwen3.6-35b", "Qwen3.5-35B-A3B and Qwen3.6-35B-A3B", "Qwen3.6-35B-A3B-FP8", "Qwen/Qwen3.6-35B-A3B-FP8",
         "Qwen3.5, Qwen3.6",
-        "The commands are the same for `Qwen/Qwen3.5-35B-A3B-FP8`.",
+        f"The commands are the same for `Qwen/Qwen3.5-35B-A3B-FP8`. {PARTLY_KNOWN}",
         (Measured("engine_e2e-qwen3.5-2026-11-27", "qwen3.5", QWEN35), Measured(LAYERS, "Qwen3.6-35B-A3B", H100_LAYER)),
     ),
     Recipe(

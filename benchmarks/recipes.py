@@ -17,7 +17,7 @@ from benchmarks.tables import OURS, PEERS, ROOT, results, table
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
-from warmup import memory
+from warmup import forms, memory
 from warmup.choose import choose
 from warmup.report import ChoiceReport, SplitReport
 from warmup.target import GPUS, MAX_TOKENS, MOST_GPUS, NODE, UTILIZATION, Target
@@ -68,7 +68,8 @@ def model_of(recipe: Recipe) -> Model:
     (path,) = (folder / f"{recipe.config}.json" for folder in CONFIGS if (folder / f"{recipe.config}.json").exists())
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(path.read_bytes())
-        return read_model(Path(folder))
+        model = read_model(Path(folder))
+    return forms.models(model, Parallel())[recipe.form] if recipe.form else model
 
 
 @cache
@@ -223,7 +224,7 @@ def index() -> str:
         f"The fewest GPUs for sequences of up to {CONTEXT:,} tokens, of 1, 2, 4, {NODE} and {MOST_GPUS}:"
     )
     kinds = [GPUS[gpu].name for gpu in PEAKS]
-    written = "`python -m benchmarks.recipes` writes these pages from `explain` and published configurations."
+    written = "`python -m benchmarks.recipes` writes these pages from `explain` and descriptions of models."
     return "\n\n".join(["# Recipes", wrapped(about), table(["model", *kinds], rows).rstrip(), wrapped(written)]) + "\n"
 
 

@@ -258,11 +258,13 @@ def _what_would_fit(found: ChoiceReport) -> str:
     what = "None of these splits fits" if len(supported) > 1 else "It does not fit"
     more = f"{found.needed} GPUs" if found.needed else f"more than {MOST_GPUS} GPUs, the most that are considered"
     best = max(supported, key=lambda split: split.longest)
+    packed = next((form for form in found.forms if form.fits), None)
+    other = f" Or set {forms.SETTING}={packed.setting}, with which {packed.options} fits." if packed else ""
     if not best.longest:
-        return f"{what}: the weights leave no room for a KV cache. Take {more}."
+        return f"{what}: the weights leave no room for a KV cache. Take {more}.{other}"
     ways = ["this length", more, *(() if found.fp8_cache else ("--kv-cache-dtype fp8",))]
     longest = f"sequences of up to {best.longest:,} tokens would fit with {best.options}"
-    return f"{what}: {longest} --max-model-len {best.longest}. Take {', '.join(ways[:-1])} or {ways[-1]}."
+    return f"{what}: {longest} --max-model-len {best.longest}. Take {', '.join(ways[:-1])} or {ways[-1]}.{other}"
 
 
 def _commands(split: SplitReport) -> list[str]:

@@ -17,7 +17,7 @@ SERVED = sorted(PATHS.keys() - REFUSED.keys())
 # Families on Hopper GPUs in 2026, by demand. Of those without a name, no config.json is at hand.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3.5, Qwen3.6": ("Qwen3.5-397B-A17B-FP8", "Qwen3.6-35B-A3B-FP8"),
-    "DeepSeek-V4": ("DeepSeek-V4-Flash", "DeepSeek-V4-Flash-FP8", "DeepSeek-V4-Flash-NVFP4"),
+    "DeepSeek-V4": ("DeepSeek-V4-Flash", "DeepSeek-V4-Flash-FP8", "DeepSeek-V4-Flash-NVFP4", "DeepSeek-V4-Pro"),
     "GLM-5 to 5.3": ("GLM-5.2-FP8",),
     "GLM-5.3-Flash": ("GLM-5.3-Flash",),
     "Qwen3.8-Flash-Next": ("Qwen3.8-Flash-Next-FP8",),

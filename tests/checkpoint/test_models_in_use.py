@@ -34,6 +34,7 @@ NAMES = sorted(name for names in FAMILIES.values() for name in names)
 READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
     "DeepSeek-V4-Flash": ((44, 256, 6, 4096, 2048), 41, ("attn.wq_b", 44, 1024, (32768,))),
     "DeepSeek-V4-Flash-FP8": ((44, 256, 6, 4096, 2048), 41, ("attn.wq_b", 44, 1024, (32768,))),
+    "DeepSeek-V4-Pro": ((62, 384, 6, 7168, 3072), 61, ("attn.wq_b", 62, 1536, (65536,))),
     "GLM-4.7-FP8": ((90, 160, 8, 5120, 1536), 92, ("mlp.shared_experts.gate_up_proj", 90, 5120, (1536, 1536))),
     "GLM-5.2-FP8": ((76, 256, 8, 6144, 2048), 78, ("self_attn.indexer.wq_b", 22, 2048, (4096,))),
     "GLM-5.3-Flash": ((43, 288, 8, 4096, 2048), 11, ("mlp.gate_up_proj", 3, 4096, (12288, 12288))),

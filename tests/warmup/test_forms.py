@@ -86,6 +86,9 @@ def test_the_form_that_fits_is_named(flash: Model, gpu: str) -> None:
     assert [form.fits for form in found.forms] == [False, True]
     assert "fp8 143.6 GB (does not fit)" in " ".join(found.notes)
     assert "Only mxfp4 fits: set FP8MOE_FP4_EXPERTS=mxfp4." in " ".join(found.notes)
+    fits = found.forms[1].options
+    packed = flash.weights.name == "packed MXFP4"
+    assert (f"Or set FP8MOE_FP4_EXPERTS=mxfp4, with which {fits} fits." in " ".join(text(found).split())) != packed
 
 
 def test_commands_set_the_form(flash: Model) -> None:
