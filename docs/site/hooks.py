@@ -1,6 +1,7 @@
 """Makes README.md the first page of the site, and turns links that lead out of docs/ into plain text."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,15 @@ from mkdocs.structure.files import File
 
 README = Path(__file__).parents[2] / "README.md"
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """Show in the footer of each page of which version it is; a copy without git's history has none."""
+    command = ["git", "-C", str(README.parent), "describe", "--tags", "--always"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    if done.returncode == 0:
+        config.copyright = f"Version {done.stdout.strip()}"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
