@@ -58,8 +58,8 @@ class Settings(BaseModel):
     fp4_experts: Literal["fp8", "mxfp4"] = Field(
         "fp8",
         description="What experts in MXFP4 (DeepSeek-V4, gpt-oss) become while they are loaded. `fp8`: block FP8, "
-        "exactly, at twice the memory. `mxfp4`: they stay in MXFP4, with the same weights: faster in decode, slower in "
-        "long prefills. Experimental: on Hopper GPUs only.",
+        "exactly, at twice the memory. `mxfp4`: they stay in MXFP4, with the same weights: on Hopper GPUs faster in "
+        "decode, slower in long prefills; on others not measured. Experimental.",
     )
     indexer: bool = Field(
         True,

@@ -90,13 +90,6 @@ def recoded(spec: QuantSpec, stored: WeightFormat) -> QuantSpec:
     return replace(spec, weights=FORMS_OF_MXFP4[settings().fp4_experts], recoded_from=stored)
 
 
-def advice(weights: WeightFormat, otherwise: str) -> str:
-    """Returns what to do where no kernels compute experts in this format, which may have another form."""
-    if weights is FORMS_OF_MXFP4["mxfp4"]:
-        return "Unset FP8MOE_FP4_EXPERTS, so that they become block FP8."
-    return otherwise
-
-
 def _by_row(input_scales: bool, unquantized: tuple[str, ...]) -> QuantSpec:
     """Returns the quantization of a checkpoint with a scale for each row, or for each weight, which its rows share."""
     (scale,) = FP8_CHANNEL.scale_names

@@ -21,7 +21,10 @@ from fp8moe_plugin.plan.triton.signatures import TRITON_SIGNATURES
 
 PACKAGE = "fp8moe_plugin.triton_kernels"
 # They may fuse multiplications with additions, as csrc does in the same places.
-FUSED = ("triton_gate_up", "triton_gemm", "triton_gate_up_small_batch", "triton_down_small_batch")
+FUSED = tuple(
+    f"triton_{name}"
+    for name in ("gate_up", "gemm", "packed_gate_up", "packed_gemm", "gate_up_small_batch", "down_small_batch")
+)
 VARIABLES = ("TRITON_", "DISABLE_", "PTXAS_", "NVPTX_", "LLVM_", "MLIR_", "USE_IR_LOC")  # how their names begin
 UNUSED = {"num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0}  # the launcher supports no others
 PTX_TYPES = {Kind.POINTER: "u64", Kind.INT: "u32", Kind.FLOAT: "f32"}

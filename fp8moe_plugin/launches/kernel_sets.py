@@ -9,7 +9,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import VARIANTS
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
-from fp8moe_plugin.formats.spec import FORMATS, advice
+from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.keys import SM90, KernelKey, KernelSet
 from fp8moe_plugin.plan.model_specs import model_specs
@@ -41,7 +41,7 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
                 elif arrival is Arrival.STANDARD:
                     raise UnsupportedError(
                         f"The checkpoint's experts have {refusal}, which the {backend.name} kernels do not support. "
-                        + advice(spec.weights, f"Serve it without --quantization {NAME}.")
+                        f"Serve it without --quantization {NAME}."
                     )
     return found | (backend.indexer_kernels(indexer.heads, indexer.dim) if indexer else {})
 

@@ -6,30 +6,12 @@ from typing import Any
 import torch
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.fp8_block import GROUP
-from fp8moe_plugin.formats.spec import FORMATS, advice
-from fp8moe_plugin.formats.weight_format import WeightFormat
-from fp8moe_plugin.launches.backend import Backend
 from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.push import run_push_moe
 from fp8moe_plugin.ops.window import Window
 from fp8moe_plugin.plan.options import options_of
-from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
-
-
-def check_format(prefix: str, weights: WeightFormat) -> None:
-    """Raise `UnsupportedError` if there are kernels for experts in this format, but not for new tensors' device."""
-    if weights in FORMATS:
-        _check(prefix, kernels_backend(torch.empty(0)), LayerSpec(MoeShape(1, GROUP, GROUP, 1, 1), weights))
-
-
-def _check(prefix: str, backend: Backend, spec: LayerSpec, arrival: Arrival = Arrival.STANDARD) -> None:
-    if refusal := backend.refusal(spec, arrival):
-        raise UnsupportedError(
-            f"{prefix}: the model's experts have {refusal}, which the {backend.name} kernels do not support. "
-            + advice(spec.weights, "Use --quantization fp8.")
-        )
+from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 
 
 class Experts:
@@ -64,7 +46,11 @@ class Experts:
         weight = self._tensors[self._names[2]]
         backend = kernels_backend(weight)
         for arrival in arrivals:
-            _check(prefix, backend, self.spec, arrival)
+            if refusal := backend.refusal(self.spec, arrival):
+                raise UnsupportedError(
+                    f"{prefix}: the model's experts have {refusal}, which the {backend.name} kernels do not support. "
+                    "Use --quantization fp8."
+                )
             kernels = backend.layer_kernels(self.spec, arrival)
             announce_layer(prefix, weight, arrival, prepare_kernels(kernels, weight, warmup))
 

@@ -63,7 +63,7 @@ def fused_moe(
             of range. None: ids are local.
         weights: the format of the weights. `FP8_CHANNEL` (`formats/fp8_channel.py`) has one scale for each row:
             `w13_scale` is `[E, 2I, 1]`, and `w2_scale` `[E, H, 1]`. `ops/mxfp4.py` has the layouts of `PACKED_MXFP4`
-            (`formats/mxfp4.py`), which only CUDA kernels and the reference compute.
+            (`formats/mxfp4.py`).
         activation: "silu", or an `Activation` (`formats/activation.py`).
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
         shared_expert: the last expert processes every token with weight 1, and has no column in `topk_ids`. Cannot be

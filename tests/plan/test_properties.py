@@ -56,11 +56,6 @@ def specs(draw: st.DrawFn) -> LayerSpec:
     return spec.with_shared_expert(2.5) if draw(st.booleans()) else spec
 
 
-def computed_by(target: str, spec: LayerSpec) -> LayerSpec:
-    """Returns the layer, in block FP8 where the target has no kernels for its weights."""
-    return spec if target == SM90 else spec._replace(weights=FP8_BLOCK, further_steps=(0, 0))
-
-
 gpus = st.sampled_from((132, 114, 78, 1))  # SMs: H100 SXM and H200, H100 PCIe, H20; and the least set_num_sms leaves
 
 tunings = st.just(UNTUNED) | st.builds(
@@ -162,7 +157,6 @@ def test_a_layer(
     targets: st.SearchStrategy[str], data: st.DataObject, spec: LayerSpec, tokens: int, sms: int, ids_64: bool
 ) -> None:
     target = data.draw(targets)
-    spec = computed_by(target, spec)
     shape, rows = spec.shape, tokens * spec.shape.topk
     plan = BACKENDS[target].tuned(data.draw(tunings)).plan_layer(spec, tokens, sms)
     launches, at = plan.launches(LAYER_SLOTS, ids_64), LAYER_SLOTS
@@ -229,7 +223,6 @@ def test_batched_experts(
     targets: st.SearchStrategy[str], data: st.DataObject, spec: LayerSpec, max_m: int, expected_m: int, sms: int
 ) -> None:
     target = data.draw(targets)
-    spec = computed_by(target, spec)
     shape, rows = spec.shape, spec.shape.local_experts * max_m
     plan = BACKENDS[target].tuned(data.draw(tunings)).plan_batched(spec, max_m, expected_m, sms)
     x = Rows(X, rows, shape.hidden, X_SCALES, max_m, scale_pitch(rows))
@@ -261,7 +254,7 @@ def test_a_batch_invariant_layer_has_the_same_sums_at_any_number_of_tokens(
 ) -> None:
     """Triton's sums depend on the tile; those of the kernels in csrc only on how K is split."""
     target = data.draw(targets)
-    spec = computed_by(target, spec)._replace(batch_invariant=True)
+    spec = spec._replace(batch_invariant=True)
     backend = BACKENDS[target].tuned(data.draw(tunings))
     plans = [backend.plan_layer(spec, count, sms) for count in tokens]
     launches = [launch for plan in plans for launch in plan.launches(LAYER_SLOTS, False)]

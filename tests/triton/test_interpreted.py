@@ -12,17 +12,20 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.activation import SILU, Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.compiler import compile_kernel
 from fp8moe_plugin.ops import devices
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.quantize import quantize_tokens
 from fp8moe_plugin.plan.triton import catalog
-from fp8moe_plugin.plan.triton.catalog import FEW_ROWS, MORE_ROWS
+from fp8moe_plugin.plan.triton.catalog import FEW_ROWS, MORE_ROWS, PACKED_TILE_ROWS
 from tests import helpers as h
 from tests.emulator.build import Kernels as EmulatedKernels
 from tests.emulator.build import can_compile
 from tests.emulator.build import runtime as emulator_runtime
 from tests.emulator.device import Device as Emulator
+from tests.mxfp4 import random_experts
 from tests.triton.device import Device
 from tests.triton.plans import force_step
 
@@ -116,6 +119,32 @@ def test_weights_with_a_scale_for_each_row(
     assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
 
 
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(3, PACKED_TILE_ROWS[0]), (40, PACKED_TILE_ROWS[1])])
+@pytest.mark.parametrize("span", [SPAN, 30])
+def test_packed_weights(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, tile_rows: int, span: int
+) -> None:
+    """Of a span that block FP8 represents, the bits of the same weights in block FP8."""
+    force_step(monkeypatch, tile_rows)
+    experts, x = random_experts(gen, 3, HIDDEN, 128, span), h.random_tokens(gen, tokens, HIDDEN)
+    routing = h.random_routing(gen, "some_missing", tokens, 2, 3)
+    expected, actual, _ = both(ops.fused_moe, x, *experts.packed(), *routing, weights=PACKED_MXFP4)
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    if span == SPAN:
+        force_step(monkeypatch, FEW_ROWS)
+        _, in_fp8, _ = both(ops.fused_moe, x, *experts.in_fp8(), *routing)
+        assert h.same_bits(actual, in_fp8)
+
+
+def test_packed_weights_with_biases(gen: torch.Generator) -> None:
+    layer, x = random_experts(gen, 3, HIDDEN, 128, SPAN).packed(), h.random_tokens(gen, 2, HIDDEN)
+    biases = h.random_biases(gen, 3, HIDDEN, 128)
+    call = x, *layer, *h.random_routing(gen, "distinct", 2, 2, 3)
+    expected, actual, device = both(ops.fused_moe, *call, **biases, weights=PACKED_MXFP4)
+    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    assert sources(device) == ["quantize_route", "packed_gate_up", "packed_gemm", "combine"]
+
+
 @pytest.mark.parametrize(("tokens", "tile_rows"), [(3, None), (20, FEW_ROWS), (20, MORE_ROWS)])
 def test_biases_are_added_once(
     gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, tile_rows: int | None
@@ -185,9 +214,13 @@ def test_a_long_step_is_routed_in_chunks_of_several_parts(
     assert (route.grid, route.args.parts) == (2, 2)
 
 
-@pytest.mark.parametrize(("expected_m", "weights"), [(4, FP8_BLOCK), (100, FP8_BLOCK), (4, FP8_CHANNEL)])
+@pytest.mark.parametrize(
+    ("expected_m", "weights"), [(4, FP8_BLOCK), (100, FP8_BLOCK), (4, FP8_CHANNEL), (100, PACKED_MXFP4)]
+)
 def test_batched_experts(gen: torch.Generator, expected_m: int, weights: WeightFormat) -> None:
-    layer, max_m = h.random_layer(gen, 3, HIDDEN, INTERMEDIATE, weights), 70
+    packed, max_m = weights is PACKED_MXFP4, 70
+    sizes = 3, HIDDEN, INTERMEDIATE
+    layer = random_experts(gen, *sizes, SPAN).packed() if packed else h.random_layer(gen, *sizes, weights)
     q, scales = h.random_quantized(gen, 3, max_m, HIDDEN)
     counts, outs = torch.tensor([70, 0, 17], dtype=torch.int32), []
     for serve in (False, True):

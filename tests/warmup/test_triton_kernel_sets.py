@@ -1,14 +1,11 @@
 """The Triton kernels listed for a checkpoint are those that its layers load, each with a reason."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8moe_plugin.checkpoint.shapes import Model
-from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from fp8moe_plugin.plan.triton.catalog import TARGETS
 from tests import helpers as h
@@ -24,14 +21,6 @@ def test_layers_load_the_plan_and_kernels_have_reasons(models: dict[str, Model],
         assert set(found) == h.loaded_kernels(model, target)
         assert all(found.values())
         assert len(found) <= 20
-
-
-@targets
-def test_packed_weights_are_refused_with_the_form_that_is_computed(models: dict[str, Model], target: str) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"packed MXFP4, which the triton kernels .*\. Unset FP8MOE_FP4_EXPERTS, so"
-    ):
-        model_kernels(replace(models["DeepSeek-V3"], weights=PACKED_MXFP4), target)
 
 
 def test_list_and_verify_are_about_the_kernels_of_the_gpu(

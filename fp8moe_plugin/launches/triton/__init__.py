@@ -14,7 +14,7 @@ from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_refusal
 from fp8moe_plugin.plan.triton import kernel_sets, plans
-from fp8moe_plugin.plan.triton.catalog import ROW_SCALES
+from fp8moe_plugin.plan.triton.catalog import EXPERT_FORMATS
 
 
 class Triton:
@@ -36,7 +36,7 @@ class Triton:
     def refusal(self, spec: LayerSpec, arrival: Arrival) -> str | None:
         if arrival is Arrival.PUSHED:
             return f"rows that arrive {arrival}"
-        return layer_refusal(spec, tuple(ROW_SCALES))
+        return layer_refusal(spec, EXPERT_FORMATS)
 
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         return kernel_sets.layer_kernels(self.target, spec, arrival)

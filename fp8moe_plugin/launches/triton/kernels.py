@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from fp8moe_plugin.formats.activation import Activation, ActivationNumbers
 from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Address, Argument, Launch
 from fp8moe_plugin.launches.operands import Ids, LayerAddresses, Rows, Weights
@@ -34,6 +35,11 @@ class TileTable(NamedTuple):
     num_tiles: Address
     tiles: int  # capacity
     tile_rows: int
+
+
+def steps_of(b: Weights) -> dict[str, Argument]:
+    """Returns the argument of packed weights: the steps of K."""
+    return {"steps": b.k // GROUP + b.further_steps} if b.format is PACKED_MXFP4 else {}
 
 
 class ScaleStrides(NamedTuple):
@@ -193,6 +199,7 @@ def triton_gate_up_launch(
         group_m=ROW_TILES_AT_ONCE,
         **activation._asdict(),
         bias=w13.bias,
+        **steps_of(w13),
     )
 
 

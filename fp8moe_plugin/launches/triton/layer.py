@@ -2,6 +2,7 @@
 
 from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Ids, LayerAddresses, Rows, Weights, placed
+from fp8moe_plugin.launches.triton.down import triton_down_launch
 from fp8moe_plugin.launches.triton.kernels import (
     TileTable,
     TritonRouting,
@@ -43,7 +44,7 @@ def _sorted_launches(step: TritonStep, tensors: LayerAddresses, ids: Ids) -> tup
     return (
         *triton_prepare_launches(step.target, tensors.hidden_states, x, ids, routing, tiles),
         triton_gate_up_launch(step.gate_up, x, w13, inner, tiles, step.spec.activation.numbers, a_rows=at.tokens),
-        triton_gemm_launch(step.down, inner, w2, at.down, tiles),
+        triton_down_launch(step.down, inner, w2, at.down, tiles),
         triton_combine_launch(step.target, at.down, at.slots, tensors, step.tokens, step.spec),
     )
 
@@ -66,7 +67,7 @@ def batched_launches(
     return [
         triton_tiles_of_counts_launch(plan.target, counts, w2.experts, x.rows // w2.experts, tiles),
         triton_gate_up_launch(plan.gate_up, x, w13, inner, tiles, plan.spec.activation.numbers),
-        triton_gemm_launch(plan.down, inner, w2, out, tiles),
+        triton_down_launch(plan.down, inner, w2, out, tiles),
     ]
 
 

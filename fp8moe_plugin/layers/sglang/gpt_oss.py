@@ -16,7 +16,6 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding
-from fp8moe_plugin.layers.experts import check_format
 from fp8moe_plugin.layers.gpt_oss import copy_part, share_of, split
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, checked_bias
 from fp8moe_plugin.layers.pack import Share, pack
@@ -65,7 +64,6 @@ class GptOssMethod(Fp8MoeMethod):
         if share.intermediate * ranks != intermediate:
             announce_padding("expert", intermediate, ranks, "--ep-size")
         quant, sizes = self.quant_config.spec, (num_experts, hidden, share.intermediate)
-        check_format(self.prefix, quant.weights)
         load = _loader(self, hidden_size, width, share)
         tensors = expert_tensors(quant.weights, *sizes, SCALE)
         tensors |= {BIASES[name]: bias for name, bias in bias_tensors(*sizes).items()}

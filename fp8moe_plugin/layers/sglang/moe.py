@@ -23,7 +23,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import SCALE, WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.experts import Experts, check_format
+from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, per_row, shape_errors
 from fp8moe_plugin.layers.pack import Share, pack, part_of_rank
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of, unset
@@ -89,7 +89,6 @@ class Fp8MoeMethod(FusedMoEMethodBase):
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         check_computation(self.prefix, moe_runner_config)
-        check_format(self.prefix, self.quant_config.expert_spec.weights)
         moe_runner_config.inplace = False  # `apply` does not change its input, which the model may use afterwards
         self.config = moe_runner_config
 

@@ -18,7 +18,7 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
-from fp8moe_plugin.layers.experts import Experts, check_format
+from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import check_expert_shape
 from fp8moe_plugin.layers.pack import Share
 from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, role_of
@@ -69,7 +69,6 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.shared_mlp = shared
         self.shared_expert: SharedExpert | None = None  # computed with the experts
         check_layer(prefix, moe, self.spec, self.experts_cls, spec.stores_blocks)
-        check_format(prefix, spec.weights)
 
     @property
     def supports_eplb(self) -> bool:

@@ -7,6 +7,7 @@ from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.keys import HOPPER, KIB, KernelKey
 from fp8moe_plugin.plan.spec import LayerSpec
@@ -22,6 +23,7 @@ TARGETS = {
 }
 GPUS = {target.replace("_", ""): target for target in TARGETS}  # by their names in the warm-up
 ROW_SCALES = {FP8_BLOCK: 0, FP8_CHANNEL: 1}  # by the format of weights, of the kernels that read them
+EXPERT_FORMATS = *ROW_SCALES, PACKED_MXFP4  # of experts
 CHUNK = 128  # (token, expert) pairs that a program of the routing kernels processes together
 MAX_CHUNKS = 128  # programs of these kernels in a long step; each reads the counts of all
 PADDED_EXPERTS = (256, MAX_LOCAL_EXPERTS)
@@ -66,7 +68,7 @@ def _of_gate_up(spec: LayerSpec) -> dict[str, int]:
 
 def _of_weights(weights: WeightFormat, bias: bool) -> dict[str, int]:
     """Returns the constants for what experts' weights are; BIAS is one only if there is a bias."""
-    return {"ROW_SCALES": ROW_SCALES[weights], **({"BIAS": 1} if bias else {})}
+    return {**({} if weights is PACKED_MXFP4 else {"ROW_SCALES": ROW_SCALES[weights]}), **({"BIAS": 1} if bias else {})}
 
 
 # ---- routing and quantization --------------------------------------------------------------------------------------
@@ -148,13 +150,22 @@ NARROW_STAGES = 8  # as many bytes in flight as two stages of a wide tile
 
 
 EXPERT_TILE_ROWS = FEW_ROWS, MORE_ROWS  # per tile of experts
+PACKED_TILE_ROWS = FEW_ROWS, 32  # of packed weights, whose codes take the registers of more rows
+PACKED_WARPS = 8
 TRITON_DENSE_TILE_ROWS = FEW_ROWS, MORE_ROWS, MANY_ROWS  # per tile of dense GEMMs
+
+
+def expert_tile_rows(weights: WeightFormat) -> tuple[int, int]:
+    """Returns the rows of a tile of experts with few rows and with more."""
+    return PACKED_TILE_ROWS if weights is PACKED_MXFP4 else EXPERT_TILE_ROWS
 
 
 def gate_up_key(target: str, tile_rows: int, spec: LayerSpec) -> TritonKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, in tiles of `tile_rows` rows."""
     swap, warps = int(tile_rows == FEW_ROWS), 4 if tile_rows == FEW_ROWS else 8
     stages = 4 if _is_large(target) else 3
+    if spec.weights is PACKED_MXFP4:
+        return _key(target, "packed_gate_up", PACKED_WARPS, 2, BLOCK_M=tile_rows, **_of_gate_up(spec))
     return _key(target, "gate_up", warps, stages, BLOCK_M=tile_rows, SWAP=swap, **_of_gate_up(spec))
 
 
@@ -174,6 +185,14 @@ def gemm_key(
     stages = NARROW_STAGES if tile_n == NARROW_TILE_N else stages
     tile = {"BLOCK_M": tile_rows, "BLOCK_N": tile_n, "SWAP": swap}
     return _key(target, "gemm", warps, stages, **tile, F32=int(f32), **_of_weights(weights, bias))
+
+
+def down_key(target: str, tile_rows: int, spec: LayerSpec) -> TritonKey:
+    """GEMM 2 of the experts, in tiles of `tile_rows` rows."""
+    if spec.weights is PACKED_MXFP4:
+        constants = _of_weights(spec.weights, spec.bias)
+        return _key(target, "packed_gemm", PACKED_WARPS, 3, BLOCK_M=tile_rows, **constants)
+    return gemm_key(target, tile_rows, weights=spec.weights, bias=spec.bias)
 
 
 def _is_large(target: str) -> bool:

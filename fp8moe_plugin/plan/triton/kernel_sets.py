@@ -1,19 +1,21 @@
 """The Triton kernels that a layer may launch at any number of tokens, with the reasons that `warmup list` prints."""
 
 from fp8moe_plugin.formats.activation import VARIANTS
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from fp8moe_plugin.plan.triton.catalog import (
     CHUNK,
-    EXPERT_TILE_ROWS,
     FEW_ROWS,
     MORE_ROWS,
     NARROW_TILE_N,
     PADDED_EXPERTS,
     TRITON_DENSE_TILE_ROWS,
     combine_key,
+    down_key,
     down_small_batch_key,
+    expert_tile_rows,
     gate_up_key,
     gate_up_small_batch_key,
     gemm_key,
@@ -31,10 +33,10 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
     reasons: KernelSet = {}
     ue8m0 = spec.ue8m0
-    for rows in EXPERT_TILE_ROWS:
+    for rows in expert_tile_rows(spec.weights):
         reasons[gate_up_key(target, rows, spec)] = f"GEMM 1 of the experts and SwiGLU, in tiles of {rows} rows"
-        down = gemm_key(target, rows, weights=spec.weights, bias=spec.bias)
-        reasons[down] = f"GEMM 2 of the experts, and dense GEMMs, in tiles of {rows} rows"
+        and_dense = "" if spec.weights is PACKED_MXFP4 else ", and dense GEMMs"
+        reasons[down_key(target, rows, spec)] = f"GEMM 2 of the experts{and_dense}, in tiles of {rows} rows"
     if arrival is Arrival.BATCHED:
         reasons[tiles_of_counts_key(target)] = "tiles of batched experts, as DeepEP's low-latency mode hands them over"
         return reasons
@@ -47,6 +49,8 @@ def layer_kernels(target: str, spec: LayerSpec, arrival: Arrival) -> KernelSet:
     reasons[combine_key(target)] = "the weighted sum of each token's experts"
     if arrival is Arrival.QUANTIZED:
         return reasons | {quantize_key(target, ue8m0): "quantization of tokens before an all-to-all"}
+    if spec.weights is PACKED_MXFP4:
+        return reasons
     return reasons | {
         gate_up_small_batch_key(target, spec): "GEMM 1 of the experts and SwiGLU, in steps of few tokens",
         down_small_batch_key(target, spec): "GEMM 2 of the experts and the weighted sum, in steps of few tokens",

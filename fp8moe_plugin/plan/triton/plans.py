@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 from fp8moe_plugin.plan.scratch import offsets, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec
@@ -14,7 +15,9 @@ from fp8moe_plugin.plan.triton.catalog import (
     NARROW_TILE_N,
     TILE_N,
     TritonKey,
+    down_key,
     down_small_batch_key,
+    expert_tile_rows,
     gate_up_key,
     gate_up_small_batch_key,
     gemm_key,
@@ -135,9 +138,10 @@ class TritonDense:
 def plan_layer(target: str, spec: LayerSpec, tokens: int) -> TritonStepPlan:
     """Returns the plan of a step of `tokens` tokens, at least 1."""
     rows_per_expert = tokens * spec.shape.topk / spec.shape.global_experts
-    if not (spec.batch_invariant or spec.quantized) and rows_per_expert <= TRITON_SMALL_BATCH:
+    only_sorted = spec.batch_invariant or spec.quantized or spec.weights is PACKED_MXFP4
+    if not only_sorted and rows_per_expert <= TRITON_SMALL_BATCH:
         return triton_small_batch_step(target, spec, tokens)
-    return triton_step(target, spec, tokens, MORE_ROWS if spec.batch_invariant else choose_tile_rows(rows_per_expert))
+    return triton_step(target, spec, tokens, _tile_rows(spec, rows_per_expert))
 
 
 def triton_small_batch_step(target: str, spec: LayerSpec, tokens: int) -> TritonSmallBatchStep:
@@ -177,9 +181,14 @@ def triton_step(target: str, spec: LayerSpec, tokens: int, tile_rows: int) -> Tr
         tile_rows=tile_rows,
         tiles=tiles,
         gate_up=gate_up_key(target, tile_rows, spec),
-        down=gemm_key(target, tile_rows, weights=spec.weights, bias=spec.bias),
+        down=down_key(target, tile_rows, spec),
         scratch=TritonScratch(*offsets(*sizes)),
     )
+
+
+def _tile_rows(spec: LayerSpec, rows_per_expert: float) -> int:
+    few, more = expert_tile_rows(spec.weights)
+    return few if not spec.batch_invariant and rows_per_expert <= TRITON_FEW_ROWS else more
 
 
 def choose_tile_rows(rows_per_expert: float) -> int:
@@ -189,7 +198,7 @@ def choose_tile_rows(rows_per_expert: float) -> int:
 
 def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> TritonBatched:
     """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
-    tile_rows = MORE_ROWS if spec.batch_invariant else choose_tile_rows(expected_m)
+    tile_rows = _tile_rows(spec, expected_m)
     experts, intermediate = spec.shape.local_experts, spec.shape.intermediate
     rows, tiles = experts * max_m, experts * ceil_div(max_m, tile_rows)
     inner = rows * intermediate, 4 * scale_pitch(rows) * (intermediate // GROUP)
@@ -197,7 +206,7 @@ def plan_batched(target: str, spec: LayerSpec, max_m: int, expected_m: int) -> T
         target=target,
         spec=spec,
         gate_up=gate_up_key(target, tile_rows, spec),
-        down=gemm_key(target, tile_rows, weights=spec.weights, bias=spec.bias),
+        down=down_key(target, tile_rows, spec),
         tile_rows=tile_rows,
         tiles=tiles,
         scratch=TritonBatchedScratch(*offsets(16 * tiles, 8, *inner)),

@@ -51,6 +51,16 @@ TRITON_SIGNATURES = {
         "*i32:16 table, *i32:16 num_tiles, i32 m, i32:8 n, i32:128 k, i32 a_scale_row, i32 a_scale_group, "
         "i32 a_scale_k_block, i32 gathered, i32 added, i32 grouped, i32 group_m, *fp32 bias"
     ),
+    "triton_packed_gate_up": _signature(
+        "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *i32:16 b, *fp32 b_scales, *fp8e4nv:16 q, *fp32:16 scales, "
+        "*i32:16 table, *i32:16 num_tiles, i32:128 channels, i32:128 k, i32 steps, i32 a_scale_row, i32 a_scale_group, "
+        "i32 a_scale_k_block, i32:4 scale_k_block, i32 gathered, i32 group_m, " + _ACTIVATION + ", *fp32 bias"
+    ),
+    "triton_packed_gemm": _signature(
+        "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 b, *fp32 b_scales, *bf16:16 out, *i32:16 table, *i32:16 num_tiles, "
+        "i32:128 n, i32:128 k, i32 steps, i32 a_scale_row, i32 a_scale_group, i32 a_scale_k_block, i32 group_m, "
+        "*fp32 bias"
+    ),
     "triton_quantize": _signature(
         "*bf16:16 x, *fp8e4nv:16 q, *fp32 scales, i32 tokens, i32:128 k, i32 scale_row, i32 scale_k_block"
     ),

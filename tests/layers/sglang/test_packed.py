@@ -14,8 +14,6 @@ from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.spec import SCALE, QuantSpec
-from fp8moe_plugin.launches.backends import BACKENDS
-from fp8moe_plugin.layers import experts
 from fp8moe_plugin.layers.sglang import moe
 from fp8moe_plugin.layers.sglang.loads import Loads
 from tests import helpers as h
@@ -64,15 +62,6 @@ def test_parameters_without_weights_are_valid():
     for weight in (layer.w13_weight, layer.w2_weight):
         assert not weight.any()
     assert layer.w13_weight_scale_inv.isnan().all()
-
-
-def test_gpus_without_kernels_refuse_them_before_they_are_loaded(monkeypatch):
-    monkeypatch.setattr(experts, "kernels_backend", lambda tensor: BACKENDS["sm_89"])
-    message = (
-        r"L: .* packed MXFP4, which the triton kernels do not support\. Unset FP8MOE_FP4_EXPERTS, so that they become"
-    )
-    with pytest.raises(UnsupportedError, match=message):
-        Layer(INTERMEDIATE, 1, 0)
 
 
 def test_a_rank_of_whole_experts_holds_its_own(monkeypatch):

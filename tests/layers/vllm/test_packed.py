@@ -8,8 +8,6 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.launches.backends import BACKENDS
-from fp8moe_plugin.layers import experts
 from fp8moe_plugin.layers.vllm.config import moe_method
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
@@ -59,15 +57,6 @@ def test_parameters_without_weights_are_valid():
     for weight in (layer.w13_weight, layer.w2_weight):
         assert not weight.any()
     assert layer.w13_weight_scale.isnan().all()
-
-
-def test_gpus_without_kernels_refuse_them_before_they_are_loaded(monkeypatch):
-    monkeypatch.setattr(experts, "kernels_backend", lambda tensor: BACKENDS["sm_89"])
-    message = (
-        r"L: .* packed MXFP4, which the triton kernels do not support\. Unset FP8MOE_FP4_EXPERTS, so that they become"
-    )
-    with pytest.raises(UnsupportedError, match=message):
-        Layer(INTERMEDIATE, 1, 0, PACKED)
 
 
 def test_a_missing_expert_is_noticed():
