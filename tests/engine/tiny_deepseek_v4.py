@@ -7,7 +7,6 @@ gate or up reaches the limit of SwiGLU, because vLLM's kernel of MXFP4 experts f
 
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.checkpoints.mxfp4 import draw, rounded
 from benchmarks.checkpoints.synthetic import with_powers_of_two
-from fp8moe_plugin.layers.recode import E2M1, block_fp8
+from fp8moe_plugin.layers.recode import block_fp8
 
 HIDDEN, INNER, VOCAB, HEADS, HEAD_DIM, RANK, GROUPS, STREAMS = 256, 256, 512, 8, 512, 128, 2, 4
 EXPERTS, TOPK = 256, 6  # vLLM's router for CPUs has no other number of experts
@@ -46,12 +46,6 @@ CONFIG: dict[str, Any] = {
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
-def draw(name: str, *shape: int, std: float | None = None) -> torch.Tensor:
-    """Returns values that depend on the name alone; `std` None: of a linear layer."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-    return values * (1.5 / math.sqrt(shape[-1]) if std is None else std)
-
-
 def dense(name: str, n: int, k: int, gain: float = 1.0) -> Tensors:
     q, scales = with_powers_of_two(draw(name, n, k) * gain)
     yield f"{name}.weight", q
@@ -66,18 +60,8 @@ def norm(name: str, size: int) -> Tensors:
     yield f"{name}.weight", torch.ones(size).bfloat16()
 
 
-def mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns codes and exponents of groups of 32; an exponent is the smallest that holds its group."""
-    groups, values_of_codes = values.unflatten(-1, (-1, 32)), torch.tensor(E2M1)
-    exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / E2M1[-1])).clamp(min=-127)
-    scaled = (groups / torch.exp2(exponents)[..., None]).flatten(-2)
-    codes = torch.bucketize(scaled.abs(), (values_of_codes[1:] + values_of_codes[:-1]) / 2) + 8 * (scaled < 0)
-    packed = codes[..., ::2] | codes[..., 1::2] << 4
-    return packed.to(torch.uint8), (exponents + 127).to(torch.uint8).view(E8M0)
-
-
 def routed(name: str, w: str, n: int, k: int, gain: float, fp8: bool) -> Tensors:
-    codes, exponents = mxfp4(draw(f"{name}.{w}", EXPERTS, n, k) * gain)
+    codes, exponents = rounded(draw(f"{name}.{w}", EXPERTS, n, k) * gain)
     for e in range(EXPERTS):
         weight, scale = f"{name}.{e}.{w}.weight", f"{name}.{e}.{w}.scale"
         if fp8:

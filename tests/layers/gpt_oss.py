@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks.checkpoints.mxfp4 import values
 from fp8moe_plugin.checkpoint.gpt_oss import ACTIVATION
 from fp8moe_plugin.ops.reference import dequantize_blocks
-from tests.engine.tiny_gpt_oss import values
 from tests.layers.conformance import activated
 from tests.layers.experts import EXPERTS
 from tests.layers.packed import weights_of
