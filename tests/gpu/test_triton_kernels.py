@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from fp8moe_plugin.formats.activation import SILU, Activation
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8, silu_mul_quant_fp8
 from fp8moe_plugin.ops.devices import Gpu
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.plan.keys import SM90
+from fp8moe_plugin.plan.triton.catalog import PACKED_TILE_ROWS
 from tests import helpers as h
+from tests.mxfp4 import random_experts
 from tests.triton.plans import force_step
 
 pytestmark = pytest.mark.gpu
@@ -68,3 +72,19 @@ def test_small_batches(monkeypatch: pytest.MonkeyPatch, topk: int, hidden: int, 
     for token in (0, 4):
         of_token = slice(token, token + 1)
         assert h.same_bits(fused_moe(x[of_token], *layer, weights[of_token], ids[of_token]), out[of_token])
+
+
+@pytest.mark.parametrize("span", [SPAN, 30])  # with 30, blocks take further steps
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(3, PACKED_TILE_ROWS[0]), (200, PACKED_TILE_ROWS[1])])
+@pytest.mark.parametrize(("topk", "hidden", "intermediate"), [(1, 128, 128), (3, 896, 384), (6, 4096, 256)])
+def test_packed_weights(
+    monkeypatch: pytest.MonkeyPatch, topk: int, hidden: int, intermediate: int, tokens: int, tile_rows: int, span: int
+) -> None:
+    gen, experts = h.seeded(3, torch.device("cpu")), 6
+    layer, x = random_experts(gen, experts, hidden, intermediate, span).packed(), h.random_tokens(gen, tokens, hidden)
+    call = x, *layer, *h.random_routing(gen, "distinct", tokens, topk, experts)
+    expected = fused_moe(*call, weights=PACKED_MXFP4)
+    h.serve(monkeypatch, gpu("sm_90"))
+    force_step(monkeypatch, tile_rows)
+    out = fused_moe(*(tensor.cuda() for tensor in call), weights=PACKED_MXFP4)
+    assert h.relative_l2(out.cpu(), expected) <= 2e-2
