@@ -41,7 +41,6 @@ class Fallback:
             "(FP8MOE_FALLBACK=forbid: refuse such a model)",
         )
         metrics.count_layer(layer, BACKEND, part)
-        metrics.export()
 
     def take_dense(self, layer: Any, prefix: str, refusal: str, ranks_option: str, make: Callable[[], Any]) -> Any:
         """Make the engine's own method that of a new dense layer, and return it.
@@ -62,7 +61,7 @@ class Fallback:
         return method
 
     def announce(self, ours: int) -> None:
-        """Log the number of layers of each kind, if there are any.
+        """Log and export the number of layers of each kind, if there are any. Their weights have been loaded.
 
         Args:
             ours: the number of layers that run on our kernels.
@@ -74,6 +73,7 @@ class Fallback:
                 "fp8moe: %d layers run on the plugin's kernels, %d on %s's own: %s",
                 *(ours, len(self.layers), self.engine, named),
             )
+            metrics.export()
 
 
 @contextmanager

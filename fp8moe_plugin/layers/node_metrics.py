@@ -6,7 +6,10 @@ Run it as the user of the workers, with the same folder for temporary files. It 
 """
 
 import argparse
+import contextlib
 import signal
+import socket
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +19,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from fp8moe_plugin.layers.metrics_folder import worker_files
+from fp8moe_plugin.layers.metrics_folder import PREFIX, worker_files
 
 ENDING = {signal.SIGTERM, signal.SIGINT}
 SECONDS = 1  # between looks for workers
@@ -26,8 +29,12 @@ def added_up(files: Iterable[Path]) -> Iterable[Metric]:
     """Returns the sums of the metrics in workers' files."""
     families: dict[str, Metric] = {}
     totals: defaultdict[tuple[str, str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+    texts = []
     for file in sorted(files):
-        for family in text_string_to_metric_families(file.read_text()):
+        with contextlib.suppress(FileNotFoundError):  # its server has just ended
+            texts.append(file.read_text())
+    for text in texts:
+        for family in text_string_to_metric_families(text):
             if family.name.endswith("_created"):  # timestamps cannot be added up
                 continue
             families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
@@ -51,8 +58,9 @@ def main(arguments: list[str] | None = None) -> None:
     It answers as soon as a worker has loaded a layer, like a server that is ready, so that alerts ignore a start.
     """
     parser = argparse.ArgumentParser(prog="python -m fp8moe_plugin.layers.node_metrics", description=__doc__)
-    parser.add_argument("--port", type=int, required=True, help="port of /metrics, on all addresses")
+    parser.add_argument("--port", type=_free_port, required=True, help="port of /metrics, on all addresses")
     port = parser.parse_args(arguments).port
+    print(f"port {port} will answer once a worker has written into {tempfile.gettempdir()}/{PREFIX}*", flush=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     while not any(worker_files()):
         if signal.sigtimedwait(ENDING, SECONDS):
@@ -61,6 +69,14 @@ def main(arguments: list[str] | None = None) -> None:
     registry.register(Node())
     prometheus_client.start_http_server(port, registry=registry)
     signal.sigwait(ENDING)
+
+
+def _free_port(text: str) -> int:
+    try:
+        socket.create_server(("", int(text))).close()
+    except (ValueError, OverflowError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    return int(text)
 
 
 if __name__ == "__main__":

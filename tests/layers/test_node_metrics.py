@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("prometheus_client", reason="needs prometheus_client")
 
 from fp8moe_plugin.layers.metrics_folder import PREFIX, hold_lock
+from fp8moe_plugin.layers.node_metrics import added_up, main
 
 LAYERS = """# HELP fp8moe_layers Layers
 # TYPE fp8moe_layers gauge
@@ -67,6 +68,33 @@ def test_it_answers_once_a_worker_has_loaded_a_layer(temp: Path) -> None:
         assert 'fp8moe_layers{backend="sm90",layout="contiguous"} 6.0' in scraped(port, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_files_of_a_server_that_ends_during_a_scrape_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "1.prom"
+    file.write_text(LAYERS)
+    (layers,) = added_up([tmp_path / "0.prom", file])
+    assert [sample.value for sample in layers.samples] == [3]
+
+
+def test_a_port_that_cannot_be_used_is_refused_before_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        for port, why in (str(taken.getsockname()[1]), "Address already in use"), ("70000", "must be 0-65535"):
+            with pytest.raises(SystemExit):
+                main(["--port", port])
+            said = capsys.readouterr().err
+            assert f"argument --port: {port}: " in said
+            assert why in said
+
+
+def test_it_says_where_it_looks_for_workers(temp: Path) -> None:
+    process = started(temp, "--port", str(free_port()))
+    try:
+        assert process.stdout
+        assert process.stdout.readline().endswith(f"once a worker has written into {temp}/{PREFIX}*\n")
     finally:
         process.kill()
         process.communicate()

@@ -116,9 +116,12 @@ def test_a_layer_of_an_unquantized_checkpoint_stays_unquantized():
 
 
 @pytest.mark.seam
-def test_log_and_metrics_name_the_layers(plugin_log):
+def test_log_and_metrics_name_the_layers(plugin_log, monkeypatch: pytest.MonkeyPatch):
+    exported = []
+    monkeypatch.setattr(metrics, "export", lambda: exported.append(metrics.LAYERS.labels("engine", "dense")))
     quant = Quantized.for_unquantized()
     left = [projections(quant, number) for number in range(2)]
+    assert not exported  # a node's metrics answer to Prometheus from the first export on, and have no weights yet
     served = projections(quant, 2, inputs=256)
     for parameter in served.quant_method.loading.parameters.values():
         parameter.data.zero_()
@@ -132,7 +135,7 @@ def test_log_and_metrics_name_the_layers(plugin_log):
         "multiple of the scale block of 128 (FP8MOE_FALLBACK=forbid: refuse such a model)"
     )
     assert summary.getMessage() == f"fp8moe: 1 layers run on the plugin's kernels, 2 on vLLM's own: {KIND} (2)"
-    assert metrics.LAYERS.labels("engine", "dense")._value.get() == 2
+    assert exported[-1]._value.get() == 2
 
 
 @pytest.mark.seam
