@@ -33,18 +33,17 @@ def table(columns: str, rows: Iterable[Sequence[str]]) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    rows = list(rows)
-    grid, narrowest = Table.grid(padding=(0, GAP, 0, 0)), 0
-    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
-        words = [word for cell in cells for word in cell.split()]
-        narrowest += max(map(len, words), default=0) + GAP
+    rows, grid = list(rows), Table.grid(padding=(0, GAP, 0, 0))
+    for column, *cells in zip(columns, *rows, strict=True):
         whole = all(len(cell.split()) < 2 for cell in cells)  # such as numbers: a part of one would be another
         grid.add_column(justify=JUSTIFIED[column], no_wrap=whole, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
         grid.add_row(*map(Text, row))
-    width, output = max(_columns(), narrowest) if sys.stdout.isatty() else UNLIMITED, io.StringIO()
-    Console(file=output, width=width, color_system=None).print(grid)
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+    console = Console(file=io.StringIO(), width=UNLIMITED, force_terminal=False, color_system=None)
+    width = max(_columns(), console.measure(grid).minimum) if sys.stdout.isatty() else UNLIMITED
+    with console.capture() as text:
+        console.print(grid, width=width)
+    return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
 def _columns() -> int:

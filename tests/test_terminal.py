@@ -24,9 +24,11 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return on_a_terminal
 
 
-@pytest.mark.parametrize("colors", ["", "1"])
-def test_in_a_pipe_a_row_is_a_line_of_plain_text(monkeypatch: pytest.MonkeyPatch, colors: str) -> None:
-    monkeypatch.setenv("FORCE_COLOR", colors)
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"])
+@pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
+def test_in_a_pipe_a_row_is_a_line_of_plain_text(monkeypatch: pytest.MonkeyPatch, variable: str, term: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "20")
     long = "word " * 1000 + "end"
     assert terminal.table("<>", [("a", "1"), (long, "10")]).splitlines()[1] == f"{long}  10"
@@ -50,3 +52,7 @@ def test_numbers_and_names_stay_whole_on_any_terminal(on_a_terminal: Callable[[i
     words = terminal.table("<><", ROWS).split()
     assert {"mlp.gate_up_proj", "8192", "experts"} <= set(words)
     assert sorted(words) == sorted(" ".join(map(" ".join, ROWS)).split())
+
+
+def test_a_table_may_have_no_rows() -> None:
+    assert terminal.table("<>", []) == ""
