@@ -54,13 +54,13 @@ def evaluate(task: str, url: str, model: str) -> Scores:
 def scores(samples: dict[str, list[dict[str, Any]]]) -> Scores:
     """Returns the scores of all documents, from lm-eval's samples by the name of the subtask.
 
-    Metrics that are not one number for each document are left out.
+    A metric that is not one number for each document is left out, so that the scores of two servers can be paired.
     """
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    found: defaultdict[str, list[Any]] = defaultdict(list)
     for _, documents in sorted(samples.items()):
         for document in sorted(documents, key=lambda document: document["doc_id"]):
             way = "" if document["filter"] == "none" else f", {document['filter']}"
             for metric in document["metrics"]:
-                if isinstance(document[metric], numbers.Real):
-                    found[f"{metric}{way}"].append(float(document[metric]))
-    return {metric: np.array(values) for metric, values in found.items()}
+                found[f"{metric}{way}"].append(document[metric])
+    one_number = {metric: all(isinstance(value, numbers.Real) for value in values) for metric, values in found.items()}
+    return {metric: np.array(values, np.float64) for metric, values in found.items() if one_number[metric]}

@@ -82,7 +82,7 @@ def test_lm_eval_sends_text_to_the_server(lm_eval: list[dict[str, Any]]) -> None
 def test_scores_are_in_the_order_of_documents() -> None:
     samples = {
         "b": [sample(0, "none", acc=np.float64(0.5), text="x")],
-        "a": [sample(1, "none", acc=0.0), sample(0, "none", acc=True), sample(0, "strict", acc=1)],
+        "a": [sample(1, "none", acc=0.0, text=1), sample(0, "none", acc=True), sample(0, "strict", acc=1)],
     }
     found = task.scores(samples)
     assert {metric: values.tolist() for metric, values in found.items()} == {"acc": [1, 0, 0.5], "acc, strict": [1]}
