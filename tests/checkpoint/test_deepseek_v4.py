@@ -262,7 +262,7 @@ def test_commands_understand_the_published_description(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "44 layers (1 of them for multi-token prediction, MTP) of 256 experts, 6 per token; hidden 4096" in printed
     assert re.search(r"attn\.wo_a +44 x +\[1024, 4096\] ", printed)
-    assert re.search(r"attn\.indexer\.compressor\.fused_wkv_wgate \(BF16\) +21 x \[512, 4096\] ", printed)
+    assert re.search(r"attn\.indexer\.compressor\.fused_wkv_wgate \(BF16\) +21 x +\[512, 4096\] ", printed)
     assert main(["explain", *arguments, "--gpu", "h200", "--gpus", "8"]) == 0
     assert "Best for latency: --tp 8." in capsys.readouterr().out
     assert main(["list", "--model", str(describe(tmp_path, FLASH, expert_dtype=None))]) == 0
