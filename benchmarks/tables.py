@@ -56,14 +56,21 @@ def layers(*found: Row) -> str:
     return table(["tokens", *LAYERS.values()], ([t, *(cell(t, shape) for shape in LAYERS)] for t in steps))
 
 
+def by_tokens(found: Row, column: str, cell: Callable[[Row], str]) -> str:
+    """A row for each number of tokens, with a cell for each model or shape."""
+    cells = {(row[column], row["tokens"]): cell(row) for row in found["rows"]}
+    names, steps = (list(dict.fromkeys(row[key] for row in found["rows"])) for key in (column, "tokens"))
+    return table(["tokens", *names], ([t, *(cells[name, t] for name in names)] for t in steps))
+
+
 def models(found: Row) -> str:
     """Experts of models with their activations: vLLM's fastest backend over ours, and ours in microseconds."""
-    cells = {}
-    for row in found["rows"]:
+
+    def cell(row: Row) -> str:
         peers = [us for name, us in row["peers"].items() if name in PEERS and not isinstance(us, str)]
-        cells[row["model"], row["tokens"]] = f"{min(peers) / row['us']:.2f} ({row['us']:.0f})"
-    names, steps = (list(dict.fromkeys(row[key] for row in found["rows"])) for key in ("model", "tokens"))
-    return table(["tokens", *names], ([t, *(cells[name, t] for name in names)] for t in steps))
+        return f"{min(peers) / row['us']:.2f} ({row['us']:.0f})"
+
+    return by_tokens(found, "model", cell)
 
 
 def dense(found: Row, time: str, cell: Callable[[float, float], str]) -> str:
@@ -146,14 +153,12 @@ def humming_layers(found: Row) -> str:
 
 def mxfp4_layers(found: Row) -> str:
     """Our layers from packed MXFP4: block FP8 and the fastest peer over them, and their microseconds."""
-    cells = {}
-    for row in found["rows"]:
+
+    def cell(row: Row) -> str:
         peer = min(us for us in row["peers"].values() if not isinstance(us, str))
-        cells[row["shape"], row["tokens"]] = (
-            f"{row['fp8_us'] / row['us']:.2f}, {peer / row['us']:.2f} ({row['us']:.0f})"
-        )
-    names, steps = (list(dict.fromkeys(row[key] for row in found["rows"])) for key in ("shape", "tokens"))
-    return table(["tokens", *names], ([t, *(cells[name, t] for name in names)] for t in steps))
+        return f"{row['fp8_us'] / row['us']:.2f}, {peer / row['us']:.2f} ({row['us']:.0f})"
+
+    return by_tokens(found, "shape", cell)
 
 
 def batch_invariance(found: Row) -> str:
