@@ -17,67 +17,16 @@ import torch
 
 from benchmarks.layer import humming
 from fp8moe_plugin.bench.layer import Maker, make_ours
+from fp8moe_plugin.bench.packed import packed
 from fp8moe_plugin.bench.peers import Layer, activation_numbers, kernel_of, vllm_layer
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.formats.activation import Activation
-from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
-from fp8moe_plugin.layers.recode import block_fp8
-from fp8moe_plugin.ops.fp4_blocks import Fp4Blocks
-from fp8moe_plugin.ops.mxfp4 import steps_of, write_down, write_half
-from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.plan.spec import LayerSpec
 
 HUMMING = {"humming": humming.INDEXED, "humming-contiguous": humming.CONTIGUOUS}
 FP4_PEERS = ("marlin", *HUMMING)
-LARGEST_BELOW = 3  # of the exponents of a row, all of which Humming then represents exactly
-BIAS = 127
-
-
-def random_mxfp4(experts: Experts, device: torch.device) -> ExpertWeights:
-    """Returns uniform codes `[E, N, K/2]` and exponents `[E, N, K/32]` that keep activations near 1."""
-    gen = torch.Generator(device).manual_seed(0)
-
-    def draw(n: int, k: int) -> Quantized:
-        def integers(end: int, columns: int) -> torch.Tensor:
-            shape = (experts.experts, n, k // columns)
-            return torch.randint(end, shape, generator=gen, device=device, dtype=torch.uint8)
-
-        largest = BIAS - k.bit_length() // 2 - 1
-        return integers(256, MXFP4.weight.block[1]), largest - integers(LARGEST_BELOW + 1, MXFP4.scales.block[1])
-
-    return ExpertWeights(draw(2 * experts.intermediate, experts.hidden), draw(experts.hidden, experts.intermediate))
-
-
-def in_block_fp8(weights: ExpertWeights) -> ExpertWeights:
-    """Returns the same weights in block FP8."""
-
-    def recoded(codes: torch.Tensor, exponents: torch.Tensor) -> Quantized:
-        scales = exponents.view(torch.float8_e8m0fnu)
-        found = [block_fp8("w", *expert) for expert in zip(codes, scales, strict=True)]
-        q, scales = zip(*found, strict=True)
-        return torch.stack(q), torch.stack(scales)
-
-    return ExpertWeights(*(recoded(*weight) for weight in weights[:2]))
-
-
-def packed(weights: ExpertWeights) -> ExpertWeights:
-    """Returns the same weights in the order of our kernels. No block needs further steps."""
-
-    def empty(codes: torch.Tensor) -> Quantized:
-        experts, n, columns = codes.shape
-        w, scales = (
-            torch.empty(experts, *tensor.shape(n, 2 * columns), dtype=dtype, device=codes.device)
-            for tensor, dtype in ((PACKED_MXFP4.weight, torch.uint8), (PACKED_MXFP4.scales, torch.float32))
-        )
-        return w, scales
-
-    w13, w2 = (empty(codes) for codes, _ in weights[:2])
-    for e in range(len(w2[0])):
-        halves = zip(*(tensor[e].chunk(2) for tensor in weights.w13), strict=True)
-        for half, (codes, exponents) in enumerate(halves):
-            write_half(w13[0][e], w13[1][e], half, steps_of(Fp4Blocks.of(codes, exponents)))
-        write_down(w2[0][e], w2[1][e], steps_of(Fp4Blocks.of(weights.w2[0][e], weights.w2[1][e])))
-    return ExpertWeights(w13, w2)
 
 
 def make_packed(weights: ExpertWeights, spec: LayerSpec) -> Maker:

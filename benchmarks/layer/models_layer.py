@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from benchmarks.layer.fp4_peers import FP4_PEERS, compile_humming, in_block_fp8, make_packed, make_peers, random_mxfp4
+from benchmarks.layer.fp4_peers import FP4_PEERS, compile_humming, make_packed, make_peers
 from benchmarks.report import write_report
 from fp8moe_plugin.bench.layer import Maker, make_ours, measure, random_weights
 from fp8moe_plugin.bench.machine import check_machine
+from fp8moe_plugin.bench.packed import in_block_fp8, random_mxfp4
 from fp8moe_plugin.bench.peers import BY_FORMAT, PEERS, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchRow
 from fp8moe_plugin.checkpoint.shapes import Experts

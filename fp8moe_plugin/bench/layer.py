@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8moe_plugin.bench.machine import check_machine, driver_version
-from fp8moe_plugin.bench.packed import random_forms
+from fp8moe_plugin.bench.packed import in_block_fp8, packed, random_mxfp4
 from fp8moe_plugin.bench.peers import BY_FORMAT, Layer, make_peer, set_up_vllm
 from fp8moe_plugin.bench.result import OURS, BenchResult, BenchRow
 from fp8moe_plugin.checkpoint.parallel import Parallel
@@ -115,9 +115,9 @@ def bench_layer(
 def drawn_layer(experts: Experts, spec: LayerSpec, device: torch.device) -> tuple[ExpertWeights, dict[str, Maker]]:
     """Returns random weights, and the backends beside ours: vLLM's or, of packed weights, our layer in block FP8."""
     if spec.weights not in CASTS:
-        weights, blocks = random_forms(experts, _seeded(0, device))
-        in_fp8 = spec._replace(weights=FP8_BLOCK)
-        return weights, {FP8_BLOCK.name: lambda _, __, tokens: make_ours(experts, blocks, tokens, in_fp8)}
+        stored = random_mxfp4(experts, device)
+        blocks, in_fp8 = in_block_fp8(stored), spec._replace(weights=FP8_BLOCK)
+        return packed(stored), {FP8_BLOCK.name: lambda _, __, tokens: make_ours(experts, blocks, tokens, in_fp8)}
     peers = BY_FORMAT[spec.weights]
     kind: dict[str, Any] = {"activation": spec.activation, "stored": spec.weights}
     weights = random_weights(experts, device, CASTS[spec.weights])

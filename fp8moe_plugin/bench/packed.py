@@ -1,57 +1,55 @@
-"""Random experts in MXFP4 for the benchmark: packed, and in block FP8 with the same values."""
-
-import math
+"""Random experts in MXFP4, and the same weights in the formats of our kernels: packed, and in block FP8."""
 
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import Experts
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.recode import block_fp8
-from fp8moe_plugin.ops.fp4_blocks import E2M1, Fp4Blocks
+from fp8moe_plugin.ops.fp4_blocks import Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import steps_of, write_down, write_half
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
 
-BIAS, SPREAD = 127, 3  # of exponents; those of a row differ by less than SPREAD
+LARGEST_BELOW = 3  # of the exponents of a row, all of which Humming then represents exactly
+BIAS = 127
 
 
-def random_forms(experts: Experts, gen: torch.Generator) -> tuple[ExpertWeights, ExpertWeights]:
-    """Returns experts, packed and in block FP8, whose weights keep activations near 1."""
-    hidden, intermediate = experts.hidden, experts.intermediate
-    with gen.device:
-        packed, fp8 = (
-            ExpertWeights.of(*expert_tensors(form, experts.experts, hidden, intermediate).values())
-            for form in (PACKED_MXFP4, FP8_BLOCK)
-        )
-    for e in range(experts.experts):
-        to, copy = packed.of_expert(e), fp8.of_expert(e)
-        for half in (0, 1):
-            codes, exponents = _random_projection(gen, intermediate, hidden)
-            write_half(*to.w13, half, steps_of(Fp4Blocks.of(codes, exponents)))
-            _write_block_fp8(_half(copy.w13, half), codes, exponents)
-        codes, exponents = _random_projection(gen, hidden, intermediate)
-        write_down(*to.w2, steps_of(Fp4Blocks.of(codes, exponents)))
-        _write_block_fp8(copy.w2, codes, exponents)
-    return packed, fp8
+def random_mxfp4(experts: Experts, device: torch.device) -> ExpertWeights:
+    """Returns uniform codes `[E, N, K/2]` and exponents `[E, N, K/32]` that keep activations near 1."""
+    gen = torch.Generator(device).manual_seed(0)
+
+    def draw(n: int, k: int) -> Quantized:
+        def integers(end: int, columns: int) -> torch.Tensor:
+            shape = (experts.experts, n, k // columns)
+            return torch.randint(end, shape, generator=gen, device=device, dtype=torch.uint8)
+
+        largest = BIAS - k.bit_length() // 2 - 1
+        return integers(256, MXFP4.weight.block[1]), largest - integers(LARGEST_BELOW + 1, MXFP4.scales.block[1])
+
+    return ExpertWeights(draw(2 * experts.intermediate, experts.hidden), draw(experts.hidden, experts.intermediate))
 
 
-def _random_projection(gen: torch.Generator, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns codes `[n, k/2]` and exponents `[n, k/32]`."""
-    shapes = ([n, k // tensor.block[1]] for tensor in (MXFP4.weight, MXFP4.scales))
-    codes, below = (
-        torch.randint(most, shape, generator=gen, device=gen.device, dtype=torch.uint8)
-        for most, shape in zip((256, SPREAD), shapes, strict=True)
-    )
-    mean_square = sum(value**2 for value in E2M1) / len(E2M1)
-    return codes, BIAS + SPREAD // 2 - round(math.log2(k * mean_square) / 2) - below
+def in_block_fp8(weights: ExpertWeights) -> ExpertWeights:
+    """Returns the same weights in block FP8."""
+
+    def recoded(codes: torch.Tensor, exponents: torch.Tensor) -> Quantized:
+        each = zip(codes, exponents.view(torch.float8_e8m0fnu), strict=True)
+        q, scales = zip(*(block_fp8("w", *expert) for expert in each), strict=True)
+        return torch.stack(q), torch.stack(scales)
+
+    return ExpertWeights(*(recoded(*weight) for weight in weights[:2]))
 
 
-def _half(w13: Quantized, half: int) -> Quantized:
-    q, scales = (tensor.chunk(2)[half] for tensor in w13)
-    return q, scales
-
-
-def _write_block_fp8(to: Quantized, codes: torch.Tensor, exponents: torch.Tensor) -> None:
-    for own, tensor in zip(to, block_fp8("w", codes, exponents.view(torch.float8_e8m0fnu)), strict=True):
-        own.copy_(tensor)
+def packed(weights: ExpertWeights) -> ExpertWeights:
+    """Returns the same weights in the order of our kernels. No block needs further steps."""
+    codes = weights.w2[0]
+    experts, hidden, columns = codes.shape
+    with codes.device:
+        tensors = expert_tensors(PACKED_MXFP4, experts, hidden, 2 * columns)
+    found = ExpertWeights.of(*tensors.values())
+    for e in range(experts):
+        to, (w13, w2) = found.of_expert(e), weights.of_expert(e)[:2]
+        for half, projection in enumerate(zip(*(tensor.chunk(2) for tensor in w13), strict=True)):
+            write_half(*to.w13, half, steps_of(Fp4Blocks.of(*projection)))
+        write_down(*to.w2, steps_of(Fp4Blocks.of(*w2)))
+    return found
