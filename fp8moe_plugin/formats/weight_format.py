@@ -1,5 +1,6 @@
 """A weight format: a tensor of weights `[.., N, K]`, and a tensor of their scales."""
 
+import importlib
 import math
 import sys
 from collections.abc import Sequence
@@ -78,6 +79,13 @@ class WeightFormat:
     scales: TensorFormat
     scale_names: tuple[str, ...]  # suffixes of scales' names in checkpoints
 
+    def __post_init__(self) -> None:
+        _NAMED[self.name] = self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Formats are compared by identity: a copy, also one that another process unpickles, is the format itself."""
+        return _named, (self.name,)
+
     def __hash__(self) -> int:
         return hash(self.name)  # fast: every call of a layer hashes its format
 
@@ -92,6 +100,14 @@ class WeightFormat:
     def nbytes(self, n: int, k: int) -> int:
         """Returns the bytes of a weight `[n, k]` and of its scales."""
         return sum(tensor.nbytes(n, k) for tensor in (self.weight, self.scales))
+
+
+_NAMED: dict[str, WeightFormat] = {}
+
+
+def _named(name: str) -> WeightFormat:
+    importlib.import_module("fp8moe_plugin.formats.spec")  # all formats of this package
+    return _NAMED[name]
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -75,6 +75,7 @@ def test_the_config_survives_pickling():
     copy = pickle.loads(pickle.dumps(config))
     assert type(copy) is Fp8MoeConfig
     assert vars(copy) == vars(config)
+    assert copy.spec.weights is config.spec.weights  # the formats are compared by identity
 
 
 @pytest.mark.parametrize(
