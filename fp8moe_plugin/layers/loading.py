@@ -46,7 +46,7 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
     """Raise `CheckpointError` for a tensor that `parameter` cannot hold unchanged; `what` names it in messages.
 
     Values of weights are not checked here; `check_loaded` checks the whole parameter. Those of MXFP4's exponents are
-    checked with their codes, on the device (`check_exponents` in recode.py).
+    checked once their codes have arrived, too (`check_exponents` in recode.py).
     """
     weights, role = stored_format(parameter), role_of(parameter)
     wanted = [torch_dtype(name) for name in weights.tensor(role).accepted]

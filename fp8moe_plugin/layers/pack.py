@@ -16,7 +16,7 @@ from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.recode import check_exponents
+from fp8moe_plugin.layers.recode import check_exponents, to_device
 from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import Steps, further_steps, steps_of, widened, write_down, write_half
 
@@ -73,7 +73,7 @@ def pack(
         name: the projection's, for messages.
         slots: those of the parameters' experts that hold it.
         shard_id: "w1" (gate), "w2" (down) or "w3" (up).
-        both: the rank's part of its codes and exponents, on the parameters' device.
+        both: the rank's part of its codes, on the parameters' device, and exponents, on any device.
         running: whether CUDA graphs may have the addresses of the parameters, so they cannot grow.
         balanced: whether ranks exchange experts.
     Raises:
@@ -82,9 +82,10 @@ def pack(
     """
     weight, scales = parameters
     down, halves = (True, 1) if shard_id == "w2" else (False, 2)
-    blocks = Fp4Blocks.of(*(_padded(role, half, down, share) for role, half in zip(Role, both, strict=True)))
-    check_exponents(name, both[1], blocks)
-    steps = steps_of(blocks)
+    most = check_exponents(name, both[1])
+    own = both[0], to_device(both[1], both[0].device)
+    codes, exponents = (_padded(role, half, down, share) for role, half in zip(Role, own, strict=True))
+    steps = steps_of(Fp4Blocks.of(codes, exponents, most))
     further = steps.extra * halves
     if further and balanced:
         raise UnsupportedError(

@@ -34,7 +34,7 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     Args:
         name: the weight's name, for messages.
         codes: uint8 `[N, K/2]`.
-        exponents: float8_e8m0fnu `[N, K/32]`.
+        exponents: float8_e8m0fnu `[N, K/32]`, on any device.
     Returns:
         e4m3 `[N, K]` and float32 scales `[ceil(N/128), ceil(K/128)]`, whose product is exactly the weight.
     Raises:
@@ -44,8 +44,8 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     n, k = codes.shape[0], 2 * codes.shape[1]
     if not codes.numel():  # of a rank without channels
         return empty_pair(FP8_BLOCK, n, k, codes.device)
-    blocks = Fp4Blocks.of(codes, exponents)
-    check_exponents(name, exponents, blocks)
+    most = check_exponents(name, exponents)
+    blocks = Fp4Blocks.of(codes, to_device(exponents, codes.device), most)
     if blocks.span > SPAN:
         spans = blocks.below.amax((1, 3))
         raise UnsupportedError(
@@ -60,14 +60,30 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     return q[:n, :k].contiguous(), bases(blocks.largest)
 
 
-def check_exponents(name: str, exponents: torch.Tensor, blocks: Fp4Blocks) -> None:
-    """Raise `CheckpointError` if an exponent of a weight is NaN or too large, also of codes that are all zero.
+def check_exponents(name: str, exponents: torch.Tensor) -> int:
+    """Returns by how much the exponents of a weight differ at most, also of codes that are all zero.
+
+    This is found where they are: on the host if the engine has read them from a file, so nothing waits for the GPU.
 
     Args:
         name: the weight's name, for messages.
+    Raises:
+        CheckpointError: an exponent is NaN or too large.
     """
-    if blocks.highest > HIGHEST_EXPONENT:
+    if not exponents.numel():  # of a rank without channels
+        return 0
+    lowest, highest = torch.stack(exponents.view(torch.uint8).aminmax()).tolist()
+    if highest > HIGHEST_EXPONENT:
         check_scale_values(f"the scales of {name}", exponents.view(torch.float8_e8m0fnu))
+    return int(highest - lowest)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor on a device. The copy has read it when this returns, and waits for the GPU only if it is pinned.
+
+    CUDA copies memory that is not pinned to a buffer of its own first.
+    """
+    return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def check_memory(experts: Experts, local: Experts, memory: int) -> None:
@@ -132,18 +148,19 @@ class Halves:
     def add(
         self, projection: str, role: Role, tensor: torch.Tensor, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns codes and exponents on a device once both have arrived.
+        """Returns codes on a device and exponents where they arrived, once both have arrived.
 
-        Until then a copy is kept, as the tensor may be overwritten: on the device, unless as many wait there as an
-        expert has, because a checkpoint may have all codes of a model before all exponents.
+        Until then a copy is kept, as the tensor may be overwritten. Codes wait on the device, unless as many halves
+        wait as an expert has, because a checkpoint may have all codes of a model before all exponents.
         """
         before = self.waiting.pop(projection, None)
         if before is None or before[0] is role:
             crowded = len(self.waiting) >= HALVES_ON_DEVICE
-            self.waiting[projection] = role, tensor.to("cpu" if crowded else device, copy=True)
+            own = device if role is Role.WEIGHT else tensor.device
+            self.waiting[projection] = role, tensor.to("cpu" if crowded else own, copy=True)
             return None
-        both = {role: tensor.to(device), before[0]: before[1].to(device)}
-        return both[Role.WEIGHT], both[Role.SCALES]
+        both = {role: tensor, before[0]: before[1]}
+        return to_device(both[Role.WEIGHT], device), both[Role.SCALES]
 
 
 def targets(layer: Any, shard_id: str, weight_name: str, scale: str) -> list[tuple[torch.Tensor, str]]:

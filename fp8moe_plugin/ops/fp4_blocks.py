@@ -16,37 +16,37 @@ LARGEST_EXPONENT, SPAN = 6, 14
 CODES, EXPONENTS = GROUP // MXFP4.weight.block[1], GROUP // MXFP4.scales.block[1]  # bytes of a row of a block
 MAGNITUDES = 0x77  # bits of two codes without their signs
 WORD = 8  # bytes of codes that are compared with zero at once
+WORDS = CODES // EXPONENTS // WORD  # of a group
+UNKNOWN = 255  # no exponents differ by more
 
 
 class Fp4Blocks(NamedTuple):
     """A weight and its exponents in blocks, with zeros at the edges."""
 
     codes: torch.Tensor  # uint8 [row blocks, 128, K blocks, 64]
-    exponent: torch.Tensor  # int32 [row blocks, 128, K blocks, 4]
+    exponent: torch.Tensor  # uint8 [row blocks, 128, K blocks, 4]
     nonzero: torch.Tensor  # bool, likewise: whether a group has an exponent
     below: torch.Tensor  # int32, likewise: the largest exponent of the block minus the group's; 0 if it has none
     largest: torch.Tensor  # int32 [row blocks, K blocks]
-    span: int  # the largest of `below`
-    highest: int  # the largest exponent, also of groups that have none
+    span: int  # the largest of `below`, or a number up to `SPAN` that is not less
 
     @classmethod
-    def of(cls, codes: torch.Tensor, exponents: torch.Tensor) -> "Fp4Blocks":
-        """Divides a weight into blocks. It waits for the device once.
+    def of(cls, codes: torch.Tensor, exponents: torch.Tensor, most: int = UNKNOWN) -> "Fp4Blocks":
+        """Divides a weight into blocks. It waits for the device if `most` is more than `SPAN`.
 
         Args:
             codes: uint8 `[N, K/2]`.
             exponents: `[N, K/32]`, uint8 or E8M0.
+            most: by how much they differ at most.
         """
-        packed, exponent = _blocks(codes, CODES), _blocks(exponents.view(torch.uint8), EXPONENTS).int()
-        word = int.from_bytes(bytes([MAGNITUDES]) * WORD, "little")
-        nonzero = (packed.view(torch.int64).unflatten(-1, (EXPONENTS, -1)) & word).any(-1)
-        largest = (exponent * nonzero).amax((1, 3), keepdim=True)
+        packed, exponent = _blocks(codes, CODES), _blocks(exponents.view(torch.uint8), EXPONENTS)
+        magnitudes = packed.view(torch.int64) & int.from_bytes(bytes([MAGNITUDES]) * WORD, "little")
+        nonzero = torch.logical_or(*magnitudes.view(*exponent.shape, WORDS).unbind(-1))
+        wide = exponent.new_empty(exponent.shape, dtype=torch.int32)  # differences may be negative
+        largest = torch.mul(exponent, nonzero, out=wide).amax((1, 3), keepdim=True)
         below = (largest - exponent) * nonzero
-        found = exponent.new_empty(2)
-        for i, values in enumerate((below, exponent)):
-            torch.amax(values, (), out=found[i])
-        span, highest = found.tolist()
-        return cls(packed, exponent, nonzero, below, largest[:, 0, :, 0], span, highest)
+        span = most if most <= SPAN else int(below.max())
+        return cls(packed, exponent, nonzero, below, largest[:, 0, :, 0], span)
 
 
 def _blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:

@@ -39,6 +39,7 @@ from fp8moe_plugin.ops.fp4_blocks import (
 )
 
 LARGEST_Q = SPAN
+_largest_d = functools.cache(lambda device: torch.tensor(8 * LARGEST_Q, dtype=torch.int32, device=device))
 UNUSED_BELOW, UNUSED_BASE, UNUSED_K_BLOCK = LARGEST_Q, 1.0, 0.0  # of steps that hold zeros
 
 
@@ -102,7 +103,7 @@ class _Step(NamedTuple):
 
 def _step(codes: torch.Tensor, exponent: torch.Tensor, nonzero: torch.Tensor, left: torch.Tensor) -> _Step:
     """Returns a step of each block. It takes those of the groups left that are zero or whose exponents fit."""
-    largest = torch.where(left & nonzero, exponent, 0).amax((2, 3), keepdim=True)
+    largest = torch.where(left & nonzero, exponent, 0).amax((2, 3), keepdim=True).int()
     below = largest - exponent
     taken = left & (~nonzero | (below <= SPAN))
     codes = torch.where(taken.repeat_interleave(CODES // EXPONENTS, -1), codes, 0)
@@ -173,10 +174,9 @@ class Chunks(NamedTuple):
     def write(self, steps: Steps, rows: tuple[int, ...]) -> None:
         """Write 128 rows of each step; `rows`: the sizes of the views' dimensions of rows."""
         in_order = steps.codes.transpose(1, 2)  # of the checkpoint
-        first, second = (part.transpose(1, 2).unflatten(-2, (2, 2)).unflatten(2, rows) for part in words(in_order))
-        torch.bitwise_or(first, second, out=self.words.view(torch.int32).squeeze(-1))
-        largest = torch.tensor(8 * LARGEST_Q, dtype=torch.int32, device="cpu")  # a number for the kernel
-        torch.sub(largest, steps.below.unflatten(2, rows), alpha=8, out=self.d)
+        to = self.words.view(torch.int32)[..., 0].movedim(1, -4)  # steps after rows, likewise
+        torch.bitwise_or(*(part.view(to.shape) for part in words(in_order)), out=to)
+        torch.sub(_largest_d(to.device), steps.below.unflatten(2, rows), alpha=8, out=self.d)
 
     def values(self, rows: int) -> torch.Tensor:
         """Returns float32 `[.., 128, 128]`, without the base; `rows`: dimensions of rows of the views."""
@@ -208,7 +208,9 @@ def write_down(weight: torch.Tensor, scales: torch.Tensor, steps: Steps) -> None
     steps, extra = _placed(steps, 0, further_steps(weight, scales)), further_steps(weight, scales)
     Chunks.of(weight.unflatten(-1, (-1, CHUNK_BYTES))).write(steps, DOWN_ROWS)
     regular = scales.shape[-1] - extra
-    scales[:, :regular], scales[:, regular:] = steps.base, steps.k_block
+    scales[:, :regular] = steps.base
+    if extra:
+        scales[:, regular:] = steps.k_block
 
 
 def write_half(weight: torch.Tensor, scales: torch.Tensor, half: int, steps: Steps) -> None:
@@ -221,8 +223,9 @@ def write_half(weight: torch.Tensor, scales: torch.Tensor, half: int, steps: Ste
     Chunks.of(_pairs(weight)).of_half(half).write(own, HALF_ROWS)
     regular, of_halves = scales.shape[-1] - extra, scales.unflatten(0, (2, -1))
     of_halves[half, :, :regular] = own.base
-    slots = slice(half * (extra // 2), (half + 1) * (extra // 2))
-    of_halves[:, :, regular:][:, :, slots] = own.k_block[:, slots]
+    if extra:
+        slots = slice(half * (extra // 2), (half + 1) * (extra // 2))
+        of_halves[:, :, regular:][:, :, slots] = own.k_block[:, slots]
 
 
 def _placed(steps: Steps, first: int, extra: int) -> Steps:

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-ALLOCATE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
+NO_LAUNCH = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "is_pinned")
 WAIT = ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__")
 
 
@@ -19,14 +21,17 @@ class Operations:
 
 
 @contextmanager
-def counted() -> Iterator[Operations]:
-    """Counts the operations of a block, without views of tensors."""
+def counted(device: str) -> Iterator[Operations]:
+    """Counts the operations of a block, without views of tensors: launches with a tensor of a device, and all waits."""
     found = Operations()
 
     class Launches(TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found.launches += not op.is_view and op.overloadpacket.__name__ not in ALLOCATE
-            return op(*args, **(kwargs or {}))
+            result = op(*args, **(kwargs or {}))
+            tensors = (leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
+            launches = not op.is_view and op.overloadpacket.__name__ not in NO_LAUNCH
+            found.launches += launches and any(tensor.device.type == device for tensor in tensors)
+            return result
 
     class Waits(TorchFunctionMode):
         def __torch_function__(self, call: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -95,6 +95,16 @@ def test_halves_of_a_projection_meet_in_any_order():
     assert not halves.waiting
 
 
+def test_exponents_stay_where_they_arrive():
+    halves, meta = Halves(), torch.device("meta")
+    codes, exponents = torch.ones(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+    for first, second in ((Role.WEIGHT, Role.SCALES), (Role.SCALES, Role.WEIGHT)):
+        tensors = {Role.WEIGHT: codes, Role.SCALES: exponents}
+        assert halves.add("a", first, tensors[first], meta) is None
+        found = halves.add("a", second, tensors[second], meta)
+        assert [half.device.type for half in found] == ["meta", "cpu"]
+
+
 def test_as_many_halves_wait_on_the_device_as_an_expert_has():
     """A checkpoint may have all codes before all exponents; then the device would hold the model twice."""
     halves = Halves()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.seam
 no_engine = loaded_model.no_engine
 
 PROJECTIONS = 3 * EXPERTS
-LAUNCHES = 17  # of a projection, with its copies
+LAUNCHES = 17  # of a projection, with its copies and what is done on the host
 
 
 @pytest.mark.parametrize("quant", [RECODED, PACKED])
@@ -22,7 +22,7 @@ def test_a_projection_takes_few_launches(quant):
     checkpoint = make_mxfp4(INTERMEDIATE)
     Layer(INTERMEDIATE, 1, 0, quant).load(checkpoint)  # makes the tables
     layer = Layer(INTERMEDIATE, 1, 0, quant)
-    with counted() as operations:
+    with counted("cpu") as operations:
         layer.load(checkpoint)
     assert operations.launches <= LAUNCHES * PROJECTIONS
-    assert operations.waits == PROJECTIONS
+    assert operations.waits == PROJECTIONS  # on the host, see tests/layers/test_waits.py
