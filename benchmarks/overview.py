@@ -12,10 +12,10 @@ from typing import Any
 
 from benchmarks.tables import MARKED, OURS, ROOT, Row, best, results, table
 
-PLOTS = {ROOT / "docs" / "overview.svg": 3, ROOT / "docs" / "overview-narrow.svg": 1}  # panels beside each other
+PLOTS = {ROOT / "docs" / "overview.svg": 4, ROOT / "docs" / "overview-narrow.svg": 1}  # panels beside each other
 DOCUMENT = ROOT / "README.md"
 LAYERS, ENGINES = "moe_layer-2026-11-22", "engine_e2e-qwen3-48-2026-11-26"
-DEEPGEMM = "engine_e2e-qwen3-2026-11-25"
+DEEPGEMM, REQUESTS = "engine_e2e-qwen3-2026-11-25", "bench_serve-qwen3-48-2026-11-27"
 READY, PERPLEXITY = "serve_ready-2026-11-21", "perplexity-2026-11-22"
 CACHES = {"cold": "empty", "warm": "filled"}
 TICKS = (1, 8, 64, 256, 2048, 16384)
@@ -38,6 +38,13 @@ def decode() -> Points:
 def prefill() -> Points:
     """Milliseconds of a step of an engine, by prompt tokens; the peer is that of `decode`."""
     return {math.prod(map(int, size.split("x"))): points for size, points in _cells("prefill ").items()}
+
+
+def requests() -> Points:
+    """Tokens per second and GPU, by requests at any time with prompts and answers of 1,024 tokens."""
+    rows = [row for row in results(REQUESTS)["rows"] if row["traffic"] == "1k/1k"]
+    tokens = {(row["concurrency"], row["engine"]): row["tokens_per_s_per_gpu"] for row in rows}
+    return {count: (ours, tokens[count, "triton"]) for (count, engine), ours in tokens.items() if engine == OURS}
 
 
 def _cells(kind: str, time: str = "ms") -> dict[str, tuple[float, float]]:
@@ -100,7 +107,7 @@ def _rounded(values: Iterable[float], digits: int) -> list[str]:
 
 def digest() -> str:
     """Of the plotted figures and this file: a plot with another one is stale."""
-    drawn = json.dumps([layer(), decode(), prefill()])
+    drawn = json.dumps([layer(), decode(), prefill(), requests()])
     return hashlib.sha256((drawn + Path(__file__).read_text()).encode()).hexdigest()
 
 
@@ -111,11 +118,13 @@ def plot(path: Path, across: int) -> None:
 
     title = "Block FP8 on one NVIDIA H200,\nvLLM " + results(ENGINES)["vllm"]
     fastest, default = "vLLM's fastest backend", "vLLM's default backend"
+    triton = "vLLM, Triton's experts"
     rates = {tokens: (tokens / ours, tokens / peer) for tokens, (ours, peer) in prefill().items()}
     panels = [
         ("MoE layer of DeepSeek-V3, TP 8", "tokens", "microseconds per layer\n(lower is better)", fastest, layer()),
         ("Decode, Qwen3-30B-A3B", "sequences", "milliseconds per step\n(lower is better)", default, decode()),
         ("Prefill, Qwen3-30B-A3B", "prompt tokens", "thousand tokens per second\n(higher is better)", default, rates),
+        ("1k/1k, Qwen3-30B-A3B", "requests at a time", "tokens per second\n(higher is better)", triton, requests()),
     ]
     down = len(panels) // across
     figure = Figure(figsize=(3.7 * across, 3.3 * down + 0.5), layout="constrained")
@@ -135,7 +144,7 @@ def _draw(axes: Any, name: str, x: str, y: str, peer: str, points: Points) -> No
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.3 * max(max(pair) for pair in points.values()))  # above the lines is the legend
     ticks = [tick for tick in TICKS if min(points) <= tick <= max(points)]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()

@@ -192,12 +192,13 @@ def requests(found: Row, model: str) -> str:
     """Returns what servers did by traffic and load: the figures of all engines, and our tokens over the best peer's."""
     rows = [row for row in found["rows"] if row["model"] == model]
     names = list(dict.fromkeys(row["engine"] for row in rows))
+    own = next((name for name in names if OURS in found["engines"][name]), OURS)
 
     def cells(traffic: str, concurrency: int | None, rate: float | None) -> list[str]:
         load = traffic, concurrency, rate
         of_load = {row["engine"]: row for row in rows if load_of(row) == load}
         tokens = {name: row["tokens_per_s_per_gpu"] for name, row in of_load.items()}
-        ours = tokens.pop(OURS, None)
+        ours = tokens.pop(own, None)
 
         def each(text: Callable[[Row], str]) -> str:
             return " / ".join(text(of_load[name]) if name in of_load else "-" for name in names)
@@ -328,6 +329,27 @@ def perplexity(found: Row) -> str:
     return table(["engine", "perplexity", "over BF16 (95% interval)"], (row(*item) for item in engines.items()))
 
 
+CHECKPOINTS = {
+    "small-fp8": "block FP8",
+    "small-row": "FP8, a scale for each row",
+    "clamped-fp8": "block FP8, limited SwiGLU",
+    "clamped-row": "FP8, a scale for each row, limited SwiGLU",
+}
+
+
+def perplexity_by_format(*found: Row) -> str:
+    """Our engines of several formats, each beside BF16."""
+
+    def row(part: Row) -> list[str]:
+        bf16, ours = (part["engines"][name] for name in ("bf16", OURS))
+        off = ours["against_bf16"]
+        against = f"{off['percent']:+.3f}% ({off['low']:.3f} to {off['high']:.3f})"
+        name = CHECKPOINTS[part["checkpoint"]["name"]]
+        return [name, f"{bf16['perplexity']:.3f}", f"{ours['perplexity']:.3f}", against]
+
+    return table(["weights", "bf16", OURS, "over BF16 (95% interval)"], map(row, found))
+
+
 def checks(found: Row) -> str:
     checks = {name: part for name, part in found.items() if isinstance(part, dict) and "summary" in part}
     return table(["check", "result"], ([name, ", ".join(check["summary"])] for name, check in checks.items()))
@@ -371,6 +393,8 @@ TABLES = {
     "engines-qwen35": Table(("engine_e2e-qwen3.5-2026-11-27",), partial(engines, model="qwen3.5")),
     "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
     "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
+    "requests-qwen3-48": Table(("bench_serve-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
+    "requests-gpt-oss-20b": Table(("bench_serve-gpt-oss-20b-2026-11-27",), partial(requests, model="gpt-oss-20b")),
     "sglang-layer": Table(("sglang_layer-2026-11-24",), sglang_layer),
     "sglang-engines-qwen3": Table(("sglang_e2e-2026-11-25",), partial(engines, model="qwen3-24layer")),
     "sglang-engines-dsv3": Table(("sglang_e2e-dsv3-2026-11-25",), partial(engines, model="dsv3-5layer")),
@@ -378,6 +402,7 @@ TABLES = {
     "serve-ready": Table(("serve_ready-2026-11-21",), serve_ready),
     "agreement": Table(("engine_agreement-2026-11-21", "engine_agreement-default-2026-11-21"), agreement),
     "perplexity": Table(("perplexity-2026-11-22",), perplexity),
+    "perplexity-by-format": Table(tuple(f"perplexity-{name}-2026-11-27" for name in CHECKPOINTS), perplexity_by_format),
     "checks": Table(("gpu_checks-2026-11-26",), checks),
 }
 

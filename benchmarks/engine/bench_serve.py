@@ -201,7 +201,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     finally:
         if results.rows:
-            print(tables.requests({"rows": results.rows}, results.model), flush=True)
+            print(tables.requests({"rows": results.rows, "engines": results.engines}, results.model), flush=True)
 
 
 if __name__ == "__main__":
