@@ -118,7 +118,7 @@ void end_cta(Cta& cta) {
         if (barrier.arrived) fail("CTA %d of kernel %d ended with threads at a barrier", cta.index, kernel.index);
     for (const Fiber& fiber : cta.fibers)
         if (fiber.cluster_phase >= 0) fail("CTA %d of kernel %d ended without waiting", cta.index, kernel.index);
-    complete_peer_stores(cta);
+    leave_peer_stores(cta);
     for (Fiber& fiber : cta.fibers) end_fiber(fiber);
     cta.ended = true;
     Multiprocessor& multiprocessor = run.devices[kernel.device][cta.multiprocessor];
@@ -128,8 +128,9 @@ void end_cta(Cta& cta) {
     ++kernel.ended;
     std::erase(run.live, &cta);
     cta.memory = {};
-    if (kernel.done())
-        for (Cta* other : run.live) wake_all(*other, Wait::kPreviousKernel);
+    if (!kernel.done()) return;
+    complete_peer_stores(kernel);
+    for (Cta* other : run.live) wake_all(*other, Wait::kPreviousKernel);
 }
 
 static void draw_schedule(u64 seed) {

@@ -33,9 +33,10 @@ void fence_system() {
 void publish_peer_stores(Cta& cta) {
     for (Fiber& fiber : cta.fibers) move_all(fiber.peer_stores, cta.peer_stores);
 }
-void complete_peer_stores(Cta& cta) {
+void leave_peer_stores(Cta& cta) {
     publish_peer_stores(cta);
-    complete_all(cta.peer_stores);
+    move_all(cta.peer_stores, cta.kernel->peer_stores);
 }
+void complete_peer_stores(Kernel& kernel) { complete_all(kernel.peer_stores); }
 void trap() { fail("the kernel has trapped"); }
 }  // namespace emu

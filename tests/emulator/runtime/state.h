@@ -105,6 +105,7 @@ struct Kernel {
     int device, index;
     int previous;  // the kernel before it on its device; -1: none
     int ctas, placed, ended, let_next;
+    PeerStores peer_stores{};  // of CTAs that have ended
     bool done() const { return ended == ctas; }
 };
 
@@ -203,8 +204,9 @@ Mbarrier read_mbarrier(Cta& cta, u32 address);
 void update_mbarrier(Cta& cta, u32 address, int arrivals, int bytes);
 
 // ---- peers.cpp ----
-void publish_peer_stores(Cta& cta);   // its threads have met
-void complete_peer_stores(Cta& cta);  // it has ended
+void publish_peer_stores(Cta& cta);  // its threads have met
+void leave_peer_stores(Cta& cta);    // it has ended, which orders nothing before its kernel has, too
+void complete_peer_stores(Kernel& kernel);
 
 std::string report();
 }  // namespace emu
