@@ -74,6 +74,8 @@ def on_a_cpu() -> Iterator[ExitStack]:
         for name in ("Event", "Stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.Mock))
         stack.enter_context(mock.patch.object(o_proj, "current_platform", hopper))
+        # Without AMX tiles vLLM refuses some models, and dense layers in block FP8.
+        stack.enter_context(mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=True))
         # Otherwise vLLM inspects each class in a new process.
         stack.enter_context(mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()))
         stack.enter_context(mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(backend)))
