@@ -56,10 +56,10 @@ class Settings(BaseModel):
         "`allow`: run it on the engine's own kernels, and log which layers these are. `forbid`: refuse the model.",
     )
     fp4_experts: Literal["fp8", "mxfp4"] = Field(
-        "fp8",
-        description="What experts in MXFP4 (DeepSeek-V4, gpt-oss) become while they are loaded. `fp8`: block FP8, "
-        "exactly, at twice the memory. `mxfp4`: they stay in MXFP4, with the same weights: on Hopper GPUs faster in "
-        "decode, slower in long prefills; on others not measured. Experimental.",
+        "mxfp4",
+        description="What experts in MXFP4 (DeepSeek-V4, gpt-oss) become while they are loaded. `mxfp4`: they stay in "
+        "MXFP4. `fp8`: block FP8, with the same weights, at twice the memory: on Hopper GPUs slower in decode, faster "
+        "in long prefills; on others not measured.",
     )
     indexer: bool = Field(
         True,

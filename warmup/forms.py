@@ -38,11 +38,11 @@ def of_split(setting: str, split: SplitReport) -> FormReport:
 
 def environment(model: Model) -> str:
     """Returns the variable with which engines give experts the form that they have in this model, unless by default."""
-    return f"{SETTING}=mxfp4 " if model.weights is FORMS_OF_MXFP4["mxfp4"] else ""
+    return f"{SETTING}=fp8 " if model.recoded_from and model.weights is FORMS_OF_MXFP4["fp8"] else ""
 
 
 def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> list[str]:
-    """Returns a paragraph about the value to set for a split, with the figures; empty if no form fits.
+    """Returns a paragraph about the value of the setting for a split, with the figures; empty if no form fits.
 
     Args:
         tokens: of the longest step, on each of `dp` replicas.
@@ -53,20 +53,19 @@ def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> l
     sizes = "; ".join(f"{form.setting} {form.weight_bytes / 1e9:.1f} GB{_room(form)}" for form in found)
     start = f"Forms of the experts ({SETTING}), weights of a GPU with {found[0].options}: {sizes}."
     if len(fitting) == 1:
-        return [f"{start} Only {fitting[0]} fits: set {SETTING}={fitting[0]}."]
+        return [f"{start} Only {fitting[0]} fits."]
     rows = model.experts.topk * dp / model.experts.experts  # of an expert, for each token
     turn, limit = int(MXFP4_ROWS_PER_EXPERT / rows), f"{MXFP4_ROWS_PER_EXPERT} rows per expert"
     longest = f"of {tokens:,} tokens ({round(rows * tokens, 1):g} rows)"
     if tokens <= turn:
         return [
             f"{start} Up to {limit}, mxfp4 is faster, because kernels read fewer bytes, and the longest steps, "
-            f"{longest}, have fewer: set {SETTING}=mxfp4."
+            f"{longest}, have fewer: take mxfp4, the default."
         ]
     memory_too = "" if found[0].fits else " and memory allows"
     return [
         f"{start} In steps of up to {turn:,} tokens ({limit}), mxfp4 is faster, because kernels read fewer bytes; in "
-        f"longer ones, up to those {longest}, fp8 is. Where long prefills dominate{memory_too}, set {SETTING}=fp8, "
-        "otherwise mxfp4."
+        f"longer ones, up to those {longest}, fp8 is. Where long prefills dominate{memory_too}, set {SETTING}=fp8."
     ]
 
 

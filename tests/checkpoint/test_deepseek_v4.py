@@ -14,7 +14,7 @@ from fp8moe_plugin.checkpoint.shapes import Experts, Model
 from fp8moe_plugin.checkpoint.splits import computes_experts, split_refusal
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
-from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from tests.checkpoint.published import described
 from tests.checkpoint.test_model import describe, header, write_shard
@@ -69,6 +69,13 @@ def flash(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return read_model(describe(tmp_path_factory.mktemp("flash"), FLASH))
 
 
+@pytest.fixture(scope="module")
+def recoded(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """With experts that become block FP8."""
+    with environment("FP8MOE_FP4_EXPERTS", "fp8"):
+        return read_model(describe(tmp_path_factory.mktemp("recoded"), FLASH))
+
+
 def sizes(layers: Any) -> list[tuple[str, int, int, tuple[int, ...]]]:
     return [(layer.name, layer.layers, layer.inputs, layer.outputs) for layer in layers]
 
@@ -96,8 +103,8 @@ def test_other_weights_are_not_quantized(flash):
 def test_the_weights_have_the_published_size(flash):
     """160 GB with MXFP4 experts."""
     total = sum(shape.bytes for shape in memory.weight_shapes(flash, Parallel()))
-    experts = 44 * 256 * 3 * 4096 * 2048
-    assert total - experts * (1 + 4 / 128**2) + experts * (1 / 2 + 1 / 32) == pytest.approx(160e9, rel=0.01)
+    bases = 44 * 256 * 3 * 4096 * 2048 * 4 / 128**2
+    assert total - bases == pytest.approx(160e9, rel=0.01)
 
 
 def test_compressed_entries_are_cached(flash):
@@ -141,11 +148,16 @@ def test_ranks_share_whole_groups(tmp_path, config, way, refusal):
 
 @pytest.mark.parametrize("sglang", [False, True])
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8, 16])
-def test_every_split_is_explained(flash, gpus, sglang):
+def test_every_split_is_explained(flash, recoded, gpus, sglang):
+    for model, weights in ((flash, 155e9), (recoded, 285e9)):
+        every_split_is_explained(model, weights, gpus, sglang)
+
+
+def every_split_is_explained(model: Model, weights: float, gpus: int, sglang: bool) -> None:
     for way in ways(gpus, sglang, dense_tp1=sglang):
-        if split_refusal(flash, way) is None:
-            found = explain(flash, way, 8192, (1, 64))
-            assert found.weight_bytes > 285e9 / gpus
+        if split_refusal(model, way) is None:
+            found = explain(model, way, 8192, (1, 64))
+            assert found.weight_bytes > weights / gpus
             assert [step.tokens for step in found.steps] == [1, 64, 8192]
 
 
@@ -160,9 +172,9 @@ def test_the_shared_expert_follows_the_experts(flash):
 
 
 @pytest.mark.parametrize(("gpu", "needed"), [("h100", 8), ("h200", 4), ("h20", 4)])
-def test_experts_that_double_are_said_to(flash, gpu, needed):
+def test_experts_that_double_are_said_to(recoded, gpu, needed):
     def judged(gpus: int) -> str:
-        found = choose(flash, Target(gpu, gpus, 0.92, False, None, 8192), "V4")
+        found = choose(recoded, Target(gpu, gpus, 0.92, False, None, 8192), "V4")
         assert found.needed == (needed if gpus < needed else None)
         return text(found)
 
@@ -212,12 +224,11 @@ def test_dense_layers_without_blocks_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("sglang", [False, True])
-def test_experts_stay_in_mxfp4_under_both_engines(tmp_path, sglang):
-    with environment("FP8MOE_FP4_EXPERTS", "mxfp4"):
-        model = read_model(describe(tmp_path, FLASH))
+def test_experts_stay_in_mxfp4_under_both_engines(flash, sglang):
+    assert flash.weights is PACKED_MXFP4
     for way in (Parallel(8, sglang=sglang), Parallel(8, ep=8, sglang=sglang)):
-        assert split_refusal(model, way) is None
-        assert computes_experts(model, way)
+        assert split_refusal(flash, way) is None
+        assert computes_experts(flash, way)
 
 
 def test_version_4_1_is_refused_for_its_blocks(tmp_path):
@@ -270,7 +281,8 @@ def test_commands_understand_the_published_description(tmp_path, capsys):
 
 
 def test_both_forms_have_one_set_of_kernels(tmp_path):
-    forms = [read_model(describe(tmp_path, FLASH, expert_dtype=dtype)) for dtype in ("fp4", "fp8", None)]
+    with environment("FP8MOE_FP4_EXPERTS", "fp8"):
+        forms = [read_model(describe(tmp_path, FLASH, expert_dtype=dtype)) for dtype in ("fp4", "fp8", None)]
     assert [(form.recoded_from, form.unknown_format) for form in forms] == [
         (MXFP4, False),
         (None, False),

@@ -74,6 +74,7 @@ class Served(NamedTuple):
 GPT_OSS: dict[str, dict[str, Engine]] = {
     "ours": {"gpt_oss": Engine("gpt_oss-fp4", EAGER | OURS, ("gpt_oss-other", "gpt_oss-fp4"))},
     "without the plugin": {"gpt_oss twin": Engine("gpt_oss-bf16", EAGER)},
+    "multiprocess": {"gpt_oss multiprocess": Engine("gpt_oss-fp4", EAGER | OURS)},
     "two ranks": {
         "gpt_oss tp2": Engine("gpt_oss-fp4", TP2 | OURS),
         "gpt_oss ep2": Engine("gpt_oss-fp4", EP2 | OURS),
@@ -102,6 +103,7 @@ PROCESSES: dict[str, dict[str, Engine]] = {
     "compiled": {"deepseek_v3 compiled": Engine("deepseek_v3-fp8", COMPILED | OURS)},
     "multiprocess": {
         "deepseek_v3 unmerged": Engine("deepseek_v3-fp8", EAGER),
+        **GPT_OSS["multiprocess"],
         "qwen3_moe multiprocess": Engine(
             "qwen3_moe-fp8", EAGER | {"quantization": "fp8"}, ("qwen3_moe-without-a-weight",)
         ),
@@ -119,7 +121,7 @@ PROCESSES: dict[str, dict[str, Engine]] = {
 ENVIRONMENTS = {
     "multiprocess": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "FP8MOE_MERGE_SHARED_EXPERT": "0", "FP8MOE_TAKE_FP8": "1"},
     "without the plugin": {"VLLM_PLUGINS": ""},
-    "two ranks": {"FP8MOE_FP4_EXPERTS": "mxfp4"},
+    "ours": {"FP8MOE_FP4_EXPERTS": "fp8"},
     "compiled": {"TORCHDYNAMO_DISABLE": "0"},
 }
 

@@ -21,7 +21,10 @@ BACKEND = "sm90" if torch.cuda.is_available() else "reference"
         "deepseek_v3 static",
         "qwen3_moe by row",
         "deepseek_v3 mtp",
-        *[pytest.param(f"gpt_oss{ranks}", marks=needs_attention_with_sinks) for ranks in ("", " tp2", " ep2")],
+        *[
+            pytest.param(f"gpt_oss{how}", marks=needs_attention_with_sinks)
+            for how in ("", " multiprocess", " tp2", " ep2")
+        ],
         "qwen3_moe multiprocess",
         "deepseek_v3 unmerged",
         pytest.param("deepseek_v3 compiled", marks=needs_compiler),

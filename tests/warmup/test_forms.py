@@ -7,6 +7,7 @@ import pytest
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from tests.checkpoint.published import described
 from tests.checkpoint.test_model import describe
 from tests.helpers import environment
@@ -42,7 +43,7 @@ def test_each_form_is_counted(flash: Model, way: tuple[int, ...], sglang: bool) 
 @pytest.mark.parametrize(
     ("parallel", "tokens", "wanted"),
     [
-        (Parallel(8), 2048, "the longest steps, of 2,048 tokens (48 rows), have fewer: set FP8MOE_FP4_EXPERTS=mxfp4."),
+        (Parallel(8), 2048, "the longest steps, of 2,048 tokens (48 rows), have fewer: take mxfp4, the default."),
         (Parallel(8), 8192, "In steps of up to 2,048 tokens (48 rows per expert), mxfp4 is faster"),
         (Parallel(1, 8, 8), 8192, "In steps of up to 256 tokens"),
         (
@@ -73,9 +74,9 @@ def test_where_both_fit_prefills_decide(flash: Model) -> None:
     assert (fp8.weight_bytes, mxfp4.cache_tokens) > (mxfp4.weight_bytes, fp8.cache_tokens)
     (note,) = [note for note in found.notes if note.startswith("Forms of the experts")]
     assert f"fp8 36.9 GB (a KV cache of {fp8.cache_tokens:,} tokens)" in note
-    assert note.endswith("Where long prefills dominate, set FP8MOE_FP4_EXPERTS=fp8, otherwise mxfp4.")
+    assert note.endswith("Where long prefills dominate, set FP8MOE_FP4_EXPERTS=fp8.")
     assert note in " ".join(text(found).split())
-    assert "set FP8MOE_FP4_EXPERTS=mxfp4." in " ".join(judged(flash, "h200", 8, 2048).notes)
+    assert "take mxfp4, the default." in " ".join(judged(flash, "h200", 8, 2048).notes)
     split = f"{found.latency}".replace("--tp", "--tp-size")
     assert judged(flash, "h200", 8, sglang=True).forms[0].options == split
 
@@ -85,7 +86,7 @@ def test_the_form_that_fits_is_named(flash: Model, gpu: str) -> None:
     found = judged(flash, gpu, 2)
     assert [form.fits for form in found.forms] == [False, True]
     assert "fp8 143.6 GB (does not fit)" in " ".join(found.notes)
-    assert "Only mxfp4 fits: set FP8MOE_FP4_EXPERTS=mxfp4." in " ".join(found.notes)
+    assert "Only mxfp4 fits." in " ".join(found.notes)
     fits = found.forms[1].options
     packed = flash.weights.name == "packed MXFP4"
     assert (f"Or set FP8MOE_FP4_EXPERTS=mxfp4, with which {fits} fits." in " ".join(text(found).split())) != packed
@@ -93,7 +94,7 @@ def test_the_form_that_fits_is_named(flash: Model, gpu: str) -> None:
 
 def test_commands_set_the_form(flash: Model) -> None:
     found = judged(flash, "h200", 8)
-    variable = "FP8MOE_FP4_EXPERTS=mxfp4 " * (flash.weights.name == "packed MXFP4")
+    variable = "FP8MOE_FP4_EXPERTS=fp8 " * (flash.weights is FP8_BLOCK)
     for split in (split for split in found.splits if not split.refusal):
         assert split.vllm.startswith(f"{variable}vllm serve org/V4")
         assert split.sglang.startswith(f"{variable}python -m sglang.launch_server") or not split.sglang

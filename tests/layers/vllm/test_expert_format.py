@@ -19,7 +19,9 @@ from fp8moe_plugin.layers.vllm import deepseek_v4
 from fp8moe_plugin.layers.vllm.config import moe_method
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
+from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
 from fp8moe_plugin.layers.vllm.recode import RecodedMoeMethod, check_layers
+from tests.helpers import environment
 from tests.layers.vllm.one_rank import default_config
 from tests.layers.vllm.test_config import CHECKPOINT, moe_layer
 
@@ -43,13 +45,15 @@ def updated(model, hf_config, **arguments):
 
 
 @pytest.mark.parametrize("fields", [{}, {"expert_dtype": "fp4"}, {"expert_dtype": "fp8"}])
-def test_weights_in_mxfp4_are_recoded(tmp_path, fields):
+@pytest.mark.parametrize(("form", "method"), [("fp8", RecodedMoeMethod), ("mxfp4", PackedMoeMethod)])
+def test_weights_in_mxfp4_get_the_form_of_the_setting(tmp_path, form, method, fields):
     save_file({WEIGHT: torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     hf_config = described(**fields)
-    config = updated(tmp_path, hf_config)
+    with environment("FP8MOE_FP4_EXPERTS", form):
+        config = updated(tmp_path, hf_config)
     assert hf_config.expert_dtype == "fp4"
     assert config.spec.recoded_from is MXFP4
-    assert moe_method(config.spec) is RecodedMoeMethod
+    assert moe_method(config.spec) is method
     assert config.model.scales == ("weight_scale_inv", "weight_scale")
 
 

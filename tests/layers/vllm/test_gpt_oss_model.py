@@ -1,5 +1,6 @@
 """vLLM's own gpt-oss loads a checkpoint in the layout of OpenAI's into our layers; only the engine is missing."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
-from fp8moe_plugin.layers.vllm.gpt_oss import RecodedGptOssMethod
+from fp8moe_plugin.layers.vllm.gpt_oss import PackedGptOssMethod, RecodedGptOssMethod
+from fp8moe_plugin.settings import settings
 from tests.engine import tiny_gpt_oss
+from tests.helpers import environment
 from tests.layers.gpt_oss import Tensors, assert_holds
 
 pytestmark = pytest.mark.seam
+METHODS = {"fp8": RecodedGptOssMethod, "mxfp4": PackedGptOssMethod}
 PREFIX = "model.layers.0.mlp.experts."
 NAMES = {
     f"{own}_{kind}": f"{PREFIX}{stored}_{stored_kind}"
@@ -25,10 +29,11 @@ NAMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=METHODS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ModelRegistry.register_model("GptOssForCausalLM", GptOssForCausalLM)  # otherwise vLLM inspects it in a new process
-    return tiny_gpt_oss.write(tmp_path_factory.mktemp("model") / "gpt_oss", quantized=True)
+    with environment("FP8MOE_FP4_EXPERTS", request.param):
+        yield tiny_gpt_oss.write(tmp_path_factory.mktemp("model") / "gpt_oss", quantized=True)
 
 
 def experts_of(tensors: Tensors) -> Tensors:
@@ -42,7 +47,7 @@ def layer_of(model: torch.nn.Module) -> RoutedExperts:
 
 def test_experts_hold_what_the_checkpoint_says(model, tensors):
     layer = layer_of(model)
-    assert type(layer.quant_method) is RecodedGptOssMethod
+    assert type(layer.quant_method) is METHODS[settings().fp4_experts]
     assert_holds(layer, experts_of(tensors))
 
 
