@@ -18,6 +18,7 @@ FAMILIES = (
         "glm_moe_dsa",
         "gpt_oss",
         "hunyuan_v1_moe",
+        "hy_v3",
         "kimi_k2",
         "laguna",
         "llama4_text",

@@ -26,6 +26,7 @@ WARMUP_NAMES = {  # of layers, by vLLM's
     "moe.share_expert.": "mlp.shared_expert.",
     "block_sparse_moe.shared_experts.": "mlp.shared_experts.",
     "feed_forward.shared_expert.": "mlp.shared_expert.",
+    "mlp.shared_mlp.": "mlp.shared_experts.",
 }
 
 

@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "MiniMax-M3": ("MiniMax-M3",),
     "GLM-4.5 to 4.7": ("GLM-4.7-FP8", "GLM-4.5"),
     "Ling 3": ("Ling-3.0-flash-fp8",),
-    "Hy3, Hy4": (),
+    "Hy3, Hy4": ("Hy3-preview",),
     "MiMo-V2": ("MiMo-V2-Flash",),
     "Laguna": ("Laguna-S-2.1-FP8",),
     "Step-3.5": ("Step-3.5-Flash-FP8",),

@@ -39,6 +39,7 @@ READ: dict[str, tuple[tuple[int, ...], int, tuple[Any, ...]]] = {
     "GLM-5.2-FP8": ((76, 256, 8, 6144, 2048), 78, ("self_attn.indexer.wq_b", 22, 2048, (4096,))),
     "GLM-5.3-Flash": ((43, 288, 8, 4096, 2048), 11, ("mlp.gate_up_proj", 3, 4096, (12288, 12288))),
     "Ling-3.0-flash-fp8": ((41, 512, 8, 2560, 768), 7, ("mlp.shared_experts.gate_up_proj", 41, 2560, (768, 768))),
+    "Hy3-preview": ((80, 192, 8, 4096, 1536), 80, ("mlp.shared_experts.gate_up_proj", 80, 4096, (1536, 1536))),
     "Laguna-S-2.1-FP8": (
         (47, 256, 10, 3072, 1024),
         12,
