@@ -7,6 +7,8 @@ whose codes are all zero have no exponent.
 
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,21 @@ from fp8moe_plugin.settings import NAME
 
 HIGHEST_EXPONENT = int(math.log2(LARGEST_SCALE)) + 127
 HALVES_ON_DEVICE = 3  # an expert has three projections
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Run torch's operations on the host on this thread alone, such as a look at the exponents of a projection.
+
+    They are too short to be shared: each would wait for all threads, which a busy or limited host does not run at once.
+    That takes 10 ms instead of 10 us.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +77,7 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     return q[:n, :k].contiguous(), bases(blocks.largest)
 
 
+@on_one_thread()
 def check_exponents(name: str, exponents: torch.Tensor) -> int:
     """Returns by how much the exponents of a weight differ at most, also of codes that are all zero.
 
@@ -78,6 +96,7 @@ def check_exponents(name: str, exponents: torch.Tensor) -> int:
     return int(highest - lowest)
 
 
+@on_one_thread()
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a tensor on a device. The copy has read it when this returns, and waits for the GPU only if it is pinned.
 
@@ -145,6 +164,7 @@ class Halves:
                 f"{len(alone) - 1} more projections). A load must bring both exactly once."
             )
 
+    @on_one_thread()
     def add(
         self, projection: str, role: Role, tensor: torch.Tensor, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor] | None:

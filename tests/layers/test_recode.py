@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.recode import E2M1, SPAN, Halves, block_fp8, check_memory
+from fp8moe_plugin.layers.recode import E2M1, SPAN, Halves, block_fp8, check_exponents, check_memory, to_device
 from fp8moe_plugin.ops.reference import dequantize_blocks
 
 VALUES = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float64)
@@ -93,6 +94,28 @@ def test_halves_of_a_projection_meet_in_any_order():
     assert halves.add("b", Role.WEIGHT, torch.full((1,), 3.0), CPU) is None  # replaces the first one
     assert halves.add("b", Role.SCALES, tensor, CPU) == (3, 7)
     assert not halves.waiting
+
+
+def test_the_host_works_on_one_thread():
+    """With many short operations on several threads, a busy host loads 50 times slower."""
+    threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    tensor, halves, meta = torch.full((256, 1024), 120, dtype=torch.uint8)[:, ::2], Halves(), torch.device("meta")
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            found.append(torch.get_num_threads())
+            return op(*args, **(kwargs or {}))
+
+    with Watched():
+        check_exponents("w", tensor)
+        halves.add("a", Role.SCALES, tensor, CPU)
+        halves.add("a", Role.WEIGHT, tensor, meta)
+        to_device(tensor, meta)
+    restored = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert set(found) == {1}
+    assert restored == 2
 
 
 def test_exponents_stay_where_they_arrive():
