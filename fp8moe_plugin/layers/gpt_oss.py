@@ -1,42 +1,35 @@
 """The tensors of gpt-oss's experts: engines pass those of all experts at once, cut for the rank in groups of a scale.
 
-Gate and up rows alternate in w13. The parts are loaded expert by expert, by the loaders of experts in MXFP4, and
-zero-padded to whole scale blocks.
+A checkpoint has the codes of a layer before their exponents. They wait in the parameter of their weight: those of an
+expert, as they are, at the beginning of its part, which is larger in both forms. So neither the host nor the device
+keeps a copy, and the engine may overwrite its tensor. The host only hands over the memory of an expert, in one piece if
+it is one. On the device, several experts at a time are taken apart (gate and up rows alternate in w13), zero-padded to
+whole scale blocks, and re-encoded or packed.
 """
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from fp8moe_plugin.checkpoint.gpt_oss import rank_channels
 from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import CheckpointError
-from fp8moe_plugin.layers.pack import Share
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.weight_format import Role, ceil_div
+from fp8moe_plugin.layers.pack import Share, pack, write
+from fp8moe_plugin.layers.parameters import is_bias, stored_tensor_format
+from fp8moe_plugin.layers.recode import Halves, block_fp8, check_exponents, on_one_thread, to_device
+from fp8moe_plugin.ops.fp4_blocks import CODES, EXPONENTS, SPAN, Fp4Blocks
+from fp8moe_plugin.ops.mxfp4 import steps_of
 
 SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}  # by the beginning of a parameter's name; their rows alternate
-Part = tuple[int, str, torch.Tensor]  # local expert; "w1", "w2" or "w3"; its tensor
+BATCH_BYTES = 1 << 25  # of codes that are written at once; the device needs up to eight times as much while it does
 
 
-def split(what: str, parameter: str, tensor: torch.Tensor, experts: int) -> list[Part]:
-    """Returns the tensors of each projection and expert.
-
-    Args:
-        what: the tensor's name in messages.
-        parameter: that of its parameter.
-        experts: on this rank.
-    Raises:
-        CheckpointError: it does not hold so many experts. The shape of each part is not checked.
-    """
-    shards = SHARDS[parameter.partition("_")[0]]
-    if tensor.dim() < 2 or len(tensor) != experts or tensor.shape[1] % len(shards):
-        raise CheckpointError(
-            f"{what} has shape {list(tensor.shape)}, but must be that of {experts} experts"
-            f"{' with alternating gate and up rows' if len(shards) > 1 else ''}. Check that config.json belongs to the "
-            "weights."
-        )
-    return [
-        (expert, shard, of_expert[row :: len(shards)])
-        for expert, of_expert in enumerate(tensor)
-        for row, shard in enumerate(shards)
-    ]
+def part_of(weight_name: str) -> str:
+    """Returns the beginning of a parameter's name, "w13" or "w2", by the name that the engines' models pass."""
+    return "w13" if ".w13_" in weight_name else "w2"
 
 
 def share_of(intermediate: int, ranks: int, rank: int) -> tuple[int, Share]:
@@ -48,10 +41,135 @@ def share_of(intermediate: int, ranks: int, rank: int) -> tuple[int, Share]:
     return rank_channels(intermediate, ranks, rank), Share(local_intermediate(intermediate, ranks), 1, 0)
 
 
-def copy_part(own: torch.Tensor, shard_id: str, tensor: torch.Tensor) -> None:
-    """Copy a tensor of w1, w2 or w3 to an expert's part of a parameter, zero-padded to its size."""
-    own = own if shard_id == "w2" else own.chunk(2)[shard_id == "w3"]
-    missing = (size - given for size, given in zip(own.shape[::-1], tensor.shape[::-1], strict=True))
-    padding = [side for size in missing for side in (0, size)]
-    values = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # e4m3 has no padding in torch
-    own.copy_(torch.nn.functional.pad(values, padding).view(tensor.dtype))
+def check_shape(
+    what: str, parameter: torch.Tensor, tensor: torch.Tensor, experts: int, hidden: int, intermediate: int
+) -> None:
+    """Raise `CheckpointError` unless a tensor has the shape that config.json implies.
+
+    Args:
+        what: the tensor's name.
+        experts: on this rank.
+        intermediate: channels in the tensors of this rank.
+    """
+    rows, columns = (2 * intermediate, hidden) if part_of(what) == "w13" else (hidden, intermediate)
+    wanted = [rows] if is_bias(parameter) else stored_tensor_format(parameter).shape(rows, columns)
+    if list(tensor.shape) != [experts, *wanted]:
+        raise CheckpointError(
+            f"{what} has shape {list(tensor.shape)}, but must have {[experts, *wanted]} for {experts} experts with "
+            f"{intermediate} intermediate channels. Check that config.json belongs to the weights."
+        )
+
+
+def check_in_order(what: str, experts: int, slot: Callable[[int], int | None]) -> None:
+    """Raise `CheckpointError` unless a rank holds its experts in the order of their tensors.
+
+    Args:
+        slot: returns where an expert of the tensors is.
+    """
+    if (slot(0), slot(experts - 1)) != (0, experts - 1):
+        raise CheckpointError(
+            f"{what}: this rank does not hold {experts} experts in their order, as the engine's model passes them. "
+            "Remove the options that place experts in another way."
+        )
+
+
+def copy_bias(parameter: torch.Tensor, part: str, bias: torch.Tensor) -> None:
+    """Copy a bias to a parameter, zero-padded. Only the first of several ranks has one for w2; others get zeros."""
+    shards = len(SHARDS[part])
+    for row, own in enumerate(parameter.data.chunk(shards, 1)):
+        given = bias[:, row::shards]
+        own.copy_(torch.nn.functional.pad(given, (0, own.shape[1] - given.shape[1])))
+
+
+class Target(NamedTuple):
+    """The parameters of w13 or w2 of a rank's experts, into which their codes and exponents are loaded."""
+
+    layer: str  # its name, for messages
+    part: str  # "w13" or "w2"
+    weight: torch.Tensor
+    scales: torch.Tensor
+    share: Share
+    packed: bool  # or in block FP8
+    running: bool  # see `pack`
+    balanced: bool
+
+    @on_one_thread()
+    def load(self, halves: Halves, role: Role, tensor: torch.Tensor) -> None:
+        """Load codes or exponents. The second of both to arrive writes the parameters.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `pack` and `block_fp8`.
+        """
+        waits = role is Role.WEIGHT
+        half = tensor.view(torch.uint8)
+        half = self._kept(half) if waits else half
+        if both := halves.add(f"{self.layer} ({self.part})", role, half, self.weight.device, stays=waits):
+            self._pack(*both) if self.packed else self._recode(*both)
+
+    def _kept(self, codes: torch.Tensor) -> torch.Tensor:
+        """Copy codes to where they wait. Returns views of them."""
+        parts = self.weight.data.view(torch.uint8).flatten(1)
+        kept: torch.Tensor = parts[:, : codes[0].numel()].unflatten(1, codes.shape[1:])
+        for own, expert in zip(kept, codes, strict=True):
+            own.copy_(expert, non_blocking=not expert.is_pinned())  # see `to_device`
+        return kept
+
+    def _recode(self, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+        for batch in self._batches(codes, exponents):
+            found = [block_fp8(batch.name, *both, batch.most) for both in batch.projections]
+            for row, tensors in enumerate(found):
+                for parameter, tensor in zip((self.weight, self.scales), tensors, strict=True):
+                    own = parameter.data[batch.experts].chunk(len(found), 1)[row]
+                    own.copy_(tensor.view(own.shape))
+
+    def _pack(self, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+        for batch in self._batches(codes, exponents):
+            blocks = [Fp4Blocks.of(*both, batch.most) for both in batch.projections]
+            if max(each.span for each in blocks) > SPAN:
+                self._pack_one_by_one(batch.experts.start, codes, exponents)
+                return
+            own = self.weight.data[batch.experts], self.scales.data[batch.experts]
+            for shard, each in zip(SHARDS[self.part], blocks, strict=True):
+                write(*own, shard, steps_of(each))
+
+    def _pack_one_by_one(self, first: int, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+        """Pack the experts from `first` on. The parameters may grow, so codes leave them for the host."""
+        device, shards = codes.device, SHARDS[self.part]
+        for expert, own in enumerate([each.to("cpu", copy=True) for each in codes[first:]], first):
+            on_device = own.to(device)
+            for row, shard in enumerate(shards):
+                name = f"{self.layer} ({shard} of local expert {expert})"
+                both = on_device[row :: len(shards)], exponents[expert][row :: len(shards)]
+                options = {"running": self.running, "balanced": self.balanced}
+                pack(name, (self.weight, self.scales), [expert], shard, both, self.share, **options)
+
+    def _batches(self, codes: torch.Tensor, exponents: torch.Tensor) -> Iterator["Batch"]:
+        """Yields the experts; what is done with a batch may overwrite its codes."""
+        shards = len(SHARDS[self.part])
+        rows = codes.shape[1] if self.part == "w2" else self.share.intermediate
+        columns = self.share.intermediate if self.part == "w2" else 2 * codes.shape[2]
+        blocks, k_blocks = (ceil_div(size, GROUP) for size in (rows, columns))
+
+        def padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
+            """Returns a copy."""
+            missing = k_blocks * width - tensor.shape[2], blocks * GROUP - tensor.shape[1]
+            return torch.nn.functional.pad(tensor, (0, missing[0], 0, missing[1])).flatten(0, 1)
+
+        count = max(1, BATCH_BYTES // max(1, codes[0].numel()))
+        for first in range(0, len(codes), count):
+            here = slice(first, min(first + count, len(codes)))
+            name = f"{self.layer} ({self.part} of local experts {first} to {here.stop - 1})"
+            most = check_exponents(name, exponents[here])
+            both = codes[here], to_device(exponents[here], codes.device)
+            halves = ([half[:, row::shards] for half in both] for row in range(shards))
+            projections = [(padded(own, CODES), padded(its, EXPONENTS)) for own, its in halves]
+            yield Batch(name, here, most, projections)
+
+
+class Batch(NamedTuple):
+    """Experts that are written at once."""
+
+    name: str
+    experts: slice
+    most: int  # by how much their exponents differ at most
+    projections: list[tuple[torch.Tensor, torch.Tensor]]  # codes and exponents of all of them, as one weight

@@ -166,18 +166,18 @@ def holds_nan(parameter: torch.Tensor) -> bool:
     return any(bool(((part & bits) == bits).any()) for part in parts)
 
 
-def checked_bias(what: str, parameter: torch.Tensor, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns the bias of one projection in float32.
+def checked_bias(what: str, parameter: torch.Tensor, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Returns a bias in float32.
 
     Args:
-        rows: of the projection in the checkpoint.
+        shape: that of the bias in the checkpoint, such as the rows of one projection.
     Raises:
-        CheckpointError: it is no vector of so many finite numbers.
+        CheckpointError: it does not consist of so many finite numbers.
     """
-    if list(tensor.shape) != [rows] or not tensor.is_floating_point():
+    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         raise CheckpointError(
-            f"{what} has shape {list(tensor.shape)} and dtype {tensor.dtype}, but must be a float for each of {rows} "
-            "channels. Check that config.json belongs to the weights."
+            f"{what} has shape {list(tensor.shape)} and dtype {tensor.dtype}, but must be a float for each of "
+            f"{shape[-1]} channels. Check that config.json belongs to the weights."
         )
     if not (tensor.is_meta or parameter.is_meta) and not tensor.isfinite().all():
         raise CheckpointError(f"{what} holds NaN or infinity, so it is damaged. Download the checkpoint again.")

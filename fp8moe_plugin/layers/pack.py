@@ -97,10 +97,11 @@ def pack(
     if further > further_steps(weight, scales):
         grow(name, weight, scales, halves == 2, further)
     for slot in slots:
-        _write(weight.data[slot], scales.data[slot], shard_id, steps)
+        write(weight.data[slot], scales.data[slot], shard_id, steps)
 
 
-def _write(weight: torch.Tensor, scales: torch.Tensor, shard_id: str, steps: Steps) -> None:
+def write(weight: torch.Tensor, scales: torch.Tensor, shard_id: str, steps: Steps) -> None:
+    """Write a projection of an expert, or of several, to their part of the parameters."""
     if shard_id == "w2":
         write_down(weight, scales, steps)
     else:

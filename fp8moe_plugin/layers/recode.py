@@ -45,13 +45,16 @@ def on_one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_fp8(
+    name: str, codes: torch.Tensor, exponents: torch.Tensor, most: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns an MXFP4 weight in block FP8.
 
     Args:
         name: the weight's name, for messages.
         codes: uint8 `[N, K/2]`.
         exponents: float8_e8m0fnu `[N, K/32]`, on any device.
+        most: by how much they differ at most, if they are checked.
     Returns:
         e4m3 `[N, K]` and float32 scales `[ceil(N/128), ceil(K/128)]`, whose product is exactly the weight.
     Raises:
@@ -61,7 +64,7 @@ def block_fp8(name: str, codes: torch.Tensor, exponents: torch.Tensor) -> tuple[
     n, k = codes.shape[0], 2 * codes.shape[1]
     if not codes.numel():  # of a rank without channels
         return empty_pair(FP8_BLOCK, n, k, codes.device)
-    most = check_exponents(name, exponents)
+    most = check_exponents(name, exponents) if most is None else most
     blocks = Fp4Blocks.of(codes, to_device(exponents, codes.device), most)
     if blocks.span > SPAN:
         spans = blocks.below.amax((1, 3))
@@ -166,18 +169,22 @@ class Halves:
 
     @on_one_thread()
     def add(
-        self, projection: str, role: Role, tensor: torch.Tensor, device: torch.device
+        self, projection: str, role: Role, tensor: torch.Tensor, device: torch.device, *, stays: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns codes on a device and exponents where they arrived, once both have arrived.
 
         Until then a copy is kept, as the tensor may be overwritten. Codes wait on the device, unless as many halves
         wait as an expert has, because a checkpoint may have all codes of a model before all exponents.
+
+        Args:
+            stays: the tensor is not overwritten while it waits, so it is no copy that waits.
         """
         before = self.waiting.pop(projection, None)
         if before is None or before[0] is role:
             crowded = len(self.waiting) >= HALVES_ON_DEVICE
             own = device if role is Role.WEIGHT else tensor.device
-            self.waiting[projection] = role, tensor.to("cpu" if crowded else own, copy=True)
+            kept = tensor if stays else tensor.to("cpu" if crowded else own, copy=True)
+            self.waiting[projection] = role, kept
             return None
         both = {role: tensor, before[0]: before[1]}
         return to_device(both[Role.WEIGHT], device), both[Role.SCALES]

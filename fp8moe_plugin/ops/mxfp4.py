@@ -204,7 +204,8 @@ def further_steps(weight: torch.Tensor, scales: torch.Tensor) -> int:
 
 
 def write_down(weight: torch.Tensor, scales: torch.Tensor, steps: Steps) -> None:
-    """Write a weight to the tensors of an expert's w2, which have room for its further steps."""
+    """Write a weight to the tensors of w2 of an expert, or of several, which have room for its further steps."""
+    weight, scales = weight.flatten(0, -2), scales.flatten(0, -2)
     steps, extra = _placed(steps, 0, further_steps(weight, scales)), further_steps(weight, scales)
     Chunks.of(weight.unflatten(-1, (-1, CHUNK_BYTES))).write(steps, DOWN_ROWS)
     regular = scales.shape[-1] - extra
@@ -214,18 +215,18 @@ def write_down(weight: torch.Tensor, scales: torch.Tensor, steps: Steps) -> None
 
 
 def write_half(weight: torch.Tensor, scales: torch.Tensor, half: int, steps: Steps) -> None:
-    """Write a gate (half 0) or an up projection to the tensors of an expert's w13; each has room for half of the steps.
+    """Write a gate (half 0) or an up projection to the tensors of w13 of an expert, or of several.
 
-    Nothing else is written, so both may arrive in any order.
+    Each half has room for half of the steps. Nothing else is written, so both may arrive in any order.
     """
     extra = further_steps(weight, scales)
     own = _placed(steps, half * (extra // 2), extra)
-    Chunks.of(_pairs(weight)).of_half(half).write(own, HALF_ROWS)
-    regular, of_halves = scales.shape[-1] - extra, scales.unflatten(0, (2, -1))
-    of_halves[half, :, :regular] = own.base
+    Chunks.of(_pairs(weight.flatten(0, -2))).of_half(half).write(own, HALF_ROWS)
+    regular, of_halves = scales.shape[-1] - extra, scales.unflatten(-2, (2, -1)).movedim(-3, 0)
+    of_halves[half, ..., :regular] = own.base.unflatten(0, (blocks := of_halves.shape[1:-1]))
     if extra:
         slots = slice(half * (extra // 2), (half + 1) * (extra // 2))
-        of_halves[:, :, regular:][:, :, slots] = own.k_block[:, slots]
+        of_halves[..., regular:][..., slots] = own.k_block[:, slots].unflatten(0, blocks)
 
 
 def _placed(steps: Steps, first: int, extra: int) -> Steps:

@@ -16,11 +16,11 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding
-from fp8moe_plugin.layers.gpt_oss import copy_part, share_of, split
-from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, checked_bias
-from fp8moe_plugin.layers.pack import Share, pack
+from fp8moe_plugin.layers.gpt_oss import Target, check_in_order, check_shape, copy_bias, part_of, share_of
+from fp8moe_plugin.layers.loading import as_kept, checked_bias
+from fp8moe_plugin.layers.pack import Share
 from fp8moe_plugin.layers.parameters import bias_tensors, expert_tensors, is_bias, marked, role_of, unset
-from fp8moe_plugin.layers.recode import block_fp8, targets
+from fp8moe_plugin.layers.recode import targets, to_device
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.sglang.refusals import check_experts
@@ -64,12 +64,12 @@ class GptOssMethod(Fp8MoeMethod):
         if share.intermediate * ranks != intermediate:
             announce_padding("expert", intermediate, ranks, "--ep-size")
         quant, sizes = self.quant_config.spec, (num_experts, hidden, share.intermediate)
-        load = _loader(self, hidden_size, width, share)
+        load = _loader(self, num_experts, hidden_size, width, share)
         tensors = expert_tensors(quant.weights, *sizes, SCALE)
         tensors |= {BIASES[name]: bias for name, bias in bias_tensors(*sizes).items()}
         for name, tensor in tensors.items():
             parameter = torch.nn.Parameter(unset(tensor), requires_grad=False)
-            set_weight_attrs(parameter, {"weight_loader": MethodType(_of_all_experts(load, name), layer)})
+            set_weight_attrs(parameter, {"weight_loader": MethodType(load, layer)})
             if not is_bias(tensor):
                 marked(parameter, quant.weights, role_of(tensor), quant.recoded_from)
             layer.register_parameter(name, parameter)
@@ -96,54 +96,36 @@ class GptOssMethod(Fp8MoeMethod):
         return super().apply(layer, dispatch_output._replace(hidden_states=torch.nn.functional.pad(x, (0, padding))))
 
 
-def _of_all_experts(load: Callable[..., None], name: str) -> Callable[..., None]:
-    """Returns a loader for the tensor of a parameter for all experts of a rank; `load`: that for one expert."""
+def _loader(method: GptOssMethod, experts: int, hidden: int, width: int, share: Share) -> Callable[..., None]:
+    """Returns a loader for the codes, exponents or biases of all experts of a rank.
 
-    def load_all(
-        layer: Any,
-        param: torch.nn.Parameter,
-        loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str | None = None,
-        expert_id: int | None = None,
-    ) -> None:
-        for expert, shard, tensor in split(weight_name, name, loaded_weight, layer.num_local_experts):
-            load(layer, param, tensor, weight_name, shard, layer.moe_ep_rank * len(loaded_weight) + expert)
-
-    return load_all
-
-
-def _loader(method: GptOssMethod, hidden: int, width: int, share: Share) -> Callable[..., None]:
-    """Returns a loader for w1, w2 and w3 of an expert: codes, exponents or a bias.
-
-    The second of codes and exponents to arrive brings both in block FP8, or packs them. It raises `CheckpointError` for
-    a tensor of another dtype or shape.
+    It raises `CheckpointError` for a tensor of another dtype or shape.
     """
-    loads, quant = method.quant_config.loads, method.quant_config.spec
+    loads, packed = method.quant_config.loads, method.quant_config.spec.weights is PACKED_MXFP4
 
     def check_and_load(
-        layer: Any, param: torch.Tensor, tensor: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+        layer: Any,
+        param: torch.Tensor,
+        tensor: torch.Tensor,
+        weight_name: str,
+        shard_id: None = None,
+        expert_id: None = None,
     ) -> None:
-        projection = f"{method.prefix} ({shard_id} of expert {expert_id})"
-        what = f"{weight_name} ({shard_id} of expert {expert_id})"
-        slots = compat.local_slots(layer, expert_id)
+        part = part_of(weight_name)
+        check_shape(weight_name, param, tensor, experts, hidden, width)
+        first = layer.moe_ep_rank * experts
+        check_in_order(weight_name, experts, lambda expert: compat.local_slots(layer, first + expert)[0])
         if is_bias(param):
-            bias = checked_bias(what, param, tensor, hidden if shard_id == "w2" else width)
-            for slot in slots:
-                copy_part(param.data[slot], shard_id, bias)
-            loads.note(method, layer, f"{projection}, bias", *Role)
+            bias = to_device(tensor, param.device)  # where its values are checked
+            copy_bias(param, part, checked_bias(weight_name, param, bias, *bias.shape))
+            loads.note(method, layer, f"{method.prefix} ({part}), bias", *Role)
             return
-        loads.check_tensor(what, param, tensor)
-        tensor = as_kept(param, tensor)
-        check_expert_shape(what, param, tensor, shard_id, hidden, width)
-        if both := loads.halves.add(projection, role_of(param), tensor.view(torch.uint8), param.device):
-            own = [parameter for parameter, _ in targets(layer, shard_id, weight_name, SCALE)]
-            if quant.weights is PACKED_MXFP4:
-                pack(projection, (own[0], own[1]), slots, shard_id, both, share, running=loads.serving, balanced=False)
-            else:
-                for parameter, part in zip(own, block_fp8(what, *both), strict=True):
-                    for slot in slots:
-                        copy_part(parameter.data[slot], shard_id, part)
-        loads.note(method, layer, projection, role_of(param))
+        loads.check_tensor(weight_name, param, tensor)
+        loads.written = True  # also by codes that wait for their exponents
+        (weight, _), (scales, _) = targets(layer, part, weight_name, SCALE)
+        states = {"packed": packed, "running": loads.serving, "balanced": False}
+        target = Target(method.prefix, part, weight, scales, share, **states)
+        target.load(loads.halves, role_of(param), as_kept(param, tensor))
+        loads.note(method, layer, f"{method.prefix} ({part})", role_of(param))
 
     return check_and_load

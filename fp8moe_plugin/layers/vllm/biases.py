@@ -1,5 +1,6 @@
 """The biases of the experts of a layer, which vLLM's models load like their weights."""
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -11,12 +12,19 @@ from fp8moe_plugin.layers.parameters import bias_tensors, rank_bias
 from fp8moe_plugin.layers.vllm import compat
 
 
-def bias_parameters(layer: Any, experts: int, hidden: int, intermediate: int) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters of both biases; `intermediate`: channels on this rank."""
+def bias_parameters(
+    layer: Any, load: Callable[..., bool | None], experts: int, hidden: int, intermediate: int
+) -> dict[str, torch.nn.Parameter]:
+    """Returns the parameters of both biases.
+
+    Args:
+        load: their loader.
+        intermediate: channels on this rank.
+    """
     found = {}
     for name, tensor in bias_tensors(experts, hidden, intermediate).items():
         found[name] = torch.nn.Parameter(tensor, requires_grad=False)
-        set_weight_attrs(found[name], {"weight_loader": MethodType(load_bias, layer)})
+        set_weight_attrs(found[name], {"weight_loader": MethodType(load, layer)})
     return found
 
 
@@ -43,12 +51,11 @@ load_bias.supports_moe_loading = True  # type: ignore[attr-defined]
 
 def check_bias(
     layer: Any,
-    param: torch.nn.Parameter,
+    param: torch.Tensor,
     loaded_weight: torch.Tensor,
     weight_name: str,
     shard_id: str,
     expert_id: int,
-    return_success: bool = False,
 ) -> tuple[None, torch.Tensor]:
     """Returns no projection, as a bias is no half of a pair, and the tensor.
 

@@ -1,6 +1,5 @@
 """gpt-oss under vLLM, whose runner pads the tokens to whole scale blocks; see `layers/gpt_oss.py`."""
 
-import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -12,7 +11,10 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.gpt_oss import copy_part, share_of, split
+from fp8moe_plugin.layers.gpt_oss import Target, check_in_order, check_shape, copy_bias, part_of, share_of
+from fp8moe_plugin.layers.loading import checked_bias
+from fp8moe_plugin.layers.parameters import is_bias, role_of
+from fp8moe_plugin.layers.recode import targets, to_device
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.loading import Arriving
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
@@ -31,13 +33,46 @@ class GptOssMethod(Fp8MoeMethod):
         return super().maybe_roundup_sizes(padded_hidden(hidden_size), *rest)
 
     def weight_loader(self, role: Role, loader: MethodType) -> MethodType:
-        return super().weight_loader(role, MethodType(load_part, loader.__self__))
+        return MethodType(_loader(self.scale, self.weights is PACKED_MXFP4), loader.__self__)
 
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        super().create_weights(layer, *args, **kwargs)
-        for name, parameter in self.loading.parameters.items():
-            load = parameter.weight_loader.__func__  # type: ignore[attr-defined]
-            parameter.weight_loader = MethodType(_of_all_experts(load, name), layer)  # type: ignore[attr-defined]
+    @staticmethod
+    def load_bias(layer: Any, param: torch.Tensor, bias: torch.Tensor, weight_name: str, **_: Any) -> bool | None:
+        copy_bias(param, part_of(weight_name), bias)
+        return True
+
+    @staticmethod
+    def check_tensor(
+        layer: Any,
+        param: torch.Tensor,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str | None = None,
+        expert_id: int | None = None,
+        return_success: bool = False,
+    ) -> tuple[str | None, torch.Tensor]:
+        """Checks a tensor for all experts of a rank.
+
+        Newer versions of vLLM can also load the experts of gpt-oss one by one, under names that OpenAI's checkpoints do
+        not have.
+        """
+        if shard_id is not None:
+            raise CheckpointError(
+                f"{weight_name}: the tensors of gpt-oss's experts arrive one by one, but only those of all experts of "
+                "a layer, as in OpenAI's checkpoints, are supported. Load such a checkpoint."
+            )
+        loading, moe = layer.fp8moe_loading, layer.moe_config
+        experts = moe.num_experts // moe.ep_size
+        check_shape(weight_name, param, loaded_weight, experts, *loading.arriving[:2])
+        check_in_order(weight_name, experts, lambda expert: compat.local_expert(layer, moe.ep_rank * experts + expert))
+        if is_bias(param):
+            bias = to_device(loaded_weight, param.device)  # where its values are checked
+            projection, tensor = None, checked_bias(weight_name, param, bias, *bias.shape)
+        else:
+            projection = f"{loading.prefix} ({part_of(weight_name)})"
+            tensor = loading.kept(weight_name, param, loaded_weight, rows=0)
+        if loading.in_place:
+            loading.model.written = True  # also by codes that wait for their exponents
+        return projection, tensor
 
 
 class PackedGptOssMethod(GptOssMethod, PackedMoeMethod):
@@ -52,52 +87,35 @@ def gpt_oss_method(spec: QuantSpec) -> type[GptOssMethod]:
     return PackedGptOssMethod if spec.weights is PACKED_MXFP4 else RecodedGptOssMethod
 
 
-def load_part(
-    layer: Any,
-    param: torch.nn.Parameter,
-    loaded_weight: torch.Tensor,
-    weight_name: str,
-    shard_id: str,
-    expert_id: int,
-    return_success: bool = False,
-) -> bool | None:
-    """Load this rank's part of w1, w2 or w3 of an expert, in block FP8."""
-    local = compat.local_expert(layer, expert_id)
-    if local is not None:
-        copy_part(param.data[local], shard_id, loaded_weight)
-    return local is not None if return_success else None
+def _loader(scale: str, packed: bool) -> Callable[..., bool | None]:
+    """Returns a loader for the codes or exponents of all experts of a rank."""
 
-
-load_part.supports_moe_loading = True  # type: ignore[attr-defined]
-
-
-def _of_all_experts(load: Callable[..., bool | None], name: str) -> Callable[..., bool | None]:
-    """Returns a loader for the tensor of a parameter for all experts of a rank; `load`: that for one expert.
-
-    Newer versions of vLLM can also load the experts of gpt-oss one by one, under names that OpenAI's checkpoints do not
-    have.
-    """
-
-    @functools.wraps(load)
     def load_all(
         layer: Any,
         param: torch.nn.Parameter,
         loaded_weight: torch.Tensor,
         weight_name: str,
-        shard_id: str | None = None,
-        expert_id: int | None = None,
+        shard_id: None = None,
+        expert_id: None = None,
         return_success: bool = False,
     ) -> bool | None:
-        moe = layer.moe_config
-        with layer.fp8moe_loading.errors_fail_model():
-            if shard_id is not None:
-                raise CheckpointError(
-                    f"{weight_name}: the tensors of gpt-oss's experts arrive one by one, but only those of all experts "
-                    "of a layer, as in OpenAI's checkpoints, are supported. Load such a checkpoint."
-                )
-            parts = split(weight_name, name, loaded_weight, moe.num_experts // moe.ep_size)
-        for expert, shard, tensor in parts:
-            load(layer, param, tensor, weight_name, shard, moe.ep_rank * len(loaded_weight) + expert)
+        if param.is_meta:  # vLLM counts the elements that a reload copies
+            param.data.copy_(torch.empty_like(param))
+            return True if return_success else None
+        loading, part = layer.fp8moe_loading, part_of(weight_name)
+        (weight, _), (scales, _) = targets(layer, part, weight_name, scale)
+        target = Target(
+            loading.prefix,
+            part,
+            weight,
+            scales,
+            loading.arriving.share,
+            packed=packed,
+            running=loading.in_place,
+            balanced=layer.moe_config.moe_parallel_config.enable_eplb,
+        )
+        target.load(loading.model.halves, role_of(param), loaded_weight)
         return True if return_success else None
 
+    load_all.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it
     return load_all

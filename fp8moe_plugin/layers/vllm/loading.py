@@ -12,9 +12,8 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.loading import as_kept, check_loaded, check_tensor, holds_nan, per_row, shape_errors
 from fp8moe_plugin.layers.pack import Share
-from fp8moe_plugin.layers.parameters import is_bias, role_of, unset
+from fp8moe_plugin.layers.parameters import role_of, unset
 from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.biases import check_bias
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 
 # Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`, or None for one of another
@@ -67,8 +66,7 @@ class LayerLoading:
         layer.register_parameter = functools.partial(self._register, layer)
         for name, parameter in parameters.items():
             unset(parameter)
-            own = check_bias if is_bias(parameter) else check
-            parameter.weight_loader = MethodType(_checked(parameter.weight_loader.__func__, own), layer)
+            parameter.weight_loader = MethodType(_checked(parameter.weight_loader.__func__, check), layer)
             layer.register_parameter(name, parameter)
 
     def _register(self, layer: Any, name: str, parameter: torch.nn.Parameter | None) -> None:

@@ -1,6 +1,7 @@
 """Mixture-of-experts layers of a vLLM model. They create and load parameters, and run the modular kernel."""
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -21,9 +22,9 @@ from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import check_expert_shape
 from fp8moe_plugin.layers.pack import Share
-from fp8moe_plugin.layers.parameters import expert_tensors, format_of, marked, role_of
+from fp8moe_plugin.layers.parameters import expert_tensors, format_of, is_bias, marked, role_of
 from fp8moe_plugin.layers.vllm import compat
-from fp8moe_plugin.layers.vllm.biases import bias_parameters
+from fp8moe_plugin.layers.vllm.biases import bias_parameters, check_bias, load_bias
 from fp8moe_plugin.layers.vllm.experts import experts_class, layer_spec
 from fp8moe_plugin.layers.vllm.gather import QuantizedGather, quantized_gather
 from fp8moe_plugin.layers.vllm.input_scales import input_scale
@@ -131,7 +132,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
             for name, tensor in tensors.items()
         }
         if self.spec.bias:
-            parameters |= bias_parameters(layer, num_experts, *sizes)
+            parameters |= bias_parameters(layer, self.load_bias, num_experts, *sizes)
         self.loading.register(layer, parameters, self.check_tensor)
         if shared:
             self.shared_expert = SharedExpert(shared, list(tensors.values()))
@@ -140,6 +141,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
     def weight_loader(self, role: Role, loader: MethodType) -> MethodType:
         """Returns the loader for the weights or for the scales, derived from vLLM's."""
         return loader
+
+    load_bias: Callable[..., bool | None] = staticmethod(load_bias)
 
     @staticmethod
     def check_tensor(
@@ -156,6 +159,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: the tensor is unusable.
         """
+        if is_bias(param):
+            return check_bias(layer, param, loaded_weight, weight_name, shard_id, expert_id)
         if compat.local_expert(layer, expert_id) is None:
             return None, loaded_weight
         loading, part = layer.fp8moe_loading, f"({shard_id} of expert {expert_id})"

@@ -134,7 +134,7 @@ def test_weights_are_loaded_again_in_place(form):
     loads.finish()
     assert [parameter.data_ptr() for parameter in layer.parameters()] == addresses
     layer.load_all({"w2_weight": CHECKPOINT["w2_weight"]})
-    with pytest.raises(CheckpointError, match="arrived without the"):
+    with pytest.raises(CheckpointError, match=r"arrived without the|holds NaN"):  # codes are any bytes
         loads.finish()
 
 
@@ -149,13 +149,9 @@ def test_a_missing_tensor_is_noticed(missing):
     ("name", "damage", "message"),
     [
         ("w2_bias", lambda t: t * math.nan, "holds NaN or infinity"),
-        ("w2_bias", lambda t: t[:, :-1], r"has shape \[95\] and dtype .*, but must be a float for each of 96"),
-        (
-            "w13_weight_scale",
-            lambda t: t[..., :-1],
-            r"\(w1 of expert 0\) has shape \[160, 2\], but must have \[160, 3\]",
-        ),
-        ("w2_weight_scale", lambda t: torch.full_like(t, 0xFF), "the scales of .*w2 of expert 0"),
+        ("w2_bias", lambda t: t[:, :-1], r"has shape \[3, 95\], but must have \[3, 96\]"),
+        ("w13_weight_scale", lambda t: t[..., :-1], r"has shape \[3, 320, 2\], but must have \[3, 320, 3\]"),
+        ("w2_weight_scale", lambda t: torch.full_like(t, 0xFF), "the scales of .*w2 of local experts 0 to 2"),
     ],
 )
 def test_damaged_tensors_are_refused(name, damage, message):

@@ -1,5 +1,6 @@
 """gpt-oss's experts, passed as vLLM's model passes them: of all experts at once, cut in groups of a scale."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -126,19 +127,62 @@ def damaged_exponent(exponents: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("w13_weight", lambda t: t[:2], r"has shape \[2, 320, 48\], but must be that of 3 experts with alternating"),
-        ("w13_bias", lambda t: t[:, :-1], r"has shape \[3, 319\], but must be that of 3 experts with alternating"),
-        ("w2_weight", lambda t: t[0, 0], r"has shape \[80\], but must be that of 3 experts\."),
-        ("w2_weight", lambda t: t[..., :-16], r"\(w2 of expert 0\) has shape \[96, 64\], but must have \[96, 80\]"),
-        ("w13_weight_scale", lambda t: t[:, :-2], r"\(w1 of expert 0\) has shape \[159, 3\], .* for 160 inter"),
-        ("w2_bias", lambda t: t[:, :-1], r"has shape \[95\] and dtype .*, but must be a float for each of 96"),
+        ("w13_weight", lambda t: t[:2], r"has shape \[2, 320, 48\], but must have \[3, 320, 48\] for 3 experts"),
+        ("w13_bias", lambda t: t[:, :-1], r"has shape \[3, 319\], but must have \[3, 320\]"),
+        ("w2_weight", lambda t: t[0, 0], r"has shape \[80\], but must have \[3, 96, 80\]"),
+        ("w2_weight", lambda t: t[..., :-16], r"has shape \[3, 96, 64\], but must have \[3, 96, 80\]"),
+        ("w13_weight_scale", lambda t: t[:, :-2], r"has shape \[3, 318, 3\], .* with 160 inter"),
+        ("w2_bias", lambda t: t[:, :-1], r"has shape \[3, 95\], but must have \[3, 96\]"),
+        ("w2_bias", lambda t: t * math.nan, "w2_bias holds NaN or infinity"),
+        ("w13_bias", torch.Tensor.int, "and dtype torch.int32, but must be a float"),
         ("w13_weight", torch.Tensor.float, "has dtype torch.float32, but a MXFP4 checkpoint has"),
-        ("w2_weight_scale", damaged_exponent, "the scales of .*w2 of expert 1"),
+        ("w2_weight_scale", damaged_exponent, r"the scales of L \(w2 of local experts 0 to 2\) hold NaN"),
     ],
 )
 def test_damaged_tensors_are_refused(name, damage, message):
     with pytest.raises(CheckpointError, match=message):
         Rank("mxfp4").pass_all(CHECKPOINT | {name: damage(CHECKPOINT[name])})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_engine_may_overwrite_its_tensors(form):
+    layer = Rank(form)
+    for name, tensor in CHECKPOINT.items():
+        buffer = tensor.clone()
+        layer.pass_all({name: buffer})
+        buffer.zero_()
+    assert_holds(layer, CHECKPOINT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_without_exponents_end_a_serving_model(monkeypatch, form):
+    """They wait where the kernels read."""
+    monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: SimpleNamespace())
+    layer = Rank(form).pass_all(CHECKPOINT)
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.pass_all({"w2_weight": OTHER["w2_weight"]})
+    with pytest.raises(CheckpointError, match="weight arrived without the scales"):
+        layer.quant_method.loading.model.prepare_step()
+    with pytest.raises(CheckpointError, match="Restart the engine"):
+        layer.quant_method.loading.model.check_usable()
+
+
+def test_experts_in_another_order_are_refused(monkeypatch):
+    layer = Rank("fp8")
+    monkeypatch.setattr(Rank, "_map_global_expert_id_to_local_expert_id", lambda _, expert: EXPERTS - 1 - expert)
+    with pytest.raises(CheckpointError, match="does not hold 3 experts in their order"):
+        layer.pass_all(CHECKPOINT)
+
+
+def test_a_reload_is_done_with_the_last_tensor(monkeypatch):
+    """vLLM counts the elements of a layer that have arrived; otherwise the tensors of all layers would wait."""
+    monkeypatch.setattr(Fp8MoeMethod, "_make_kernel", lambda *_: SimpleNamespace())
+    layer = Rank("mxfp4")
+    layerwise.record_metadata_for_reloading(layer)
+    layer.pass_all(CHECKPOINT).quant_method.process_weights_after_loading(layer)
+    layerwise.initialize_layerwise_reload(layer)
+    layer.pass_all(OTHER)
+    assert_holds(layer, OTHER)
 
 
 def test_experts_that_arrive_one_by_one_are_refused():
