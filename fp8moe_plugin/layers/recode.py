@@ -5,7 +5,6 @@ The smallest value of a group whose exponent is `SPAN` lower, 0.5 * 2^(6 - SPAN)
 whose codes are all zero have no exponent.
 """
 
-import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from fp8moe_plugin.layers.parameters import empty_pair
 from fp8moe_plugin.layers.weights import LARGEST_SCALE, check_scale_values
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.fp4_blocks import E2M1, EXPONENTS, LARGEST_EXPONENT, SPAN, Fp4Blocks, bases
+from fp8moe_plugin.ops.tables import table
 from fp8moe_plugin.settings import NAME
 
 HIGHEST_EXPONENT = int(math.log2(LARGEST_SCALE)) + 127
@@ -128,7 +128,7 @@ def check_memory(experts: Experts, local: Experts, memory: int) -> None:
         )
 
 
-@functools.cache
+@table
 def _pairs(device: torch.device) -> torch.Tensor:
     """Returns int16 `[(SPAN + 1) * 256]`: two e4m3 values, by how far their exponent is below the largest and codes."""
     positive = torch.tensor(E2M1)

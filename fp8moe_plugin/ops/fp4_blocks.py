@@ -3,13 +3,13 @@
 Groups of 32 channels whose codes are all zero have no exponent: theirs may be any number.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.ops.tables import table
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
 LARGEST_EXPONENT, SPAN = 6, 14
@@ -65,7 +65,7 @@ def bases(largest: torch.Tensor) -> torch.Tensor:
     return _bases(largest.device).index_select(0, largest.flatten()).view(largest.shape)
 
 
-@functools.cache
+@table
 def _bases(device: torch.device) -> torch.Tensor:
     """Returns the scale of each exponent; it is exact also below the smallest normal number."""
     biased = torch.arange(256) - LARGEST_EXPONENT

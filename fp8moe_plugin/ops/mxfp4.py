@@ -19,7 +19,6 @@ The layouts of an expert's tensors, for K of `k_blocks` blocks with room for `ex
 The tensors' own shapes are those of `PACKED_MXFP4`. csrc/formats/weights_mxfp4.cuh has the order of bytes in a chunk.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,9 +36,10 @@ from fp8moe_plugin.ops.fp4_blocks import (
     Fp4Blocks,
     bases,
 )
+from fp8moe_plugin.ops.tables import table
 
 LARGEST_Q = SPAN
-_largest_d = functools.cache(lambda device: torch.tensor(8 * LARGEST_Q, dtype=torch.int32, device=device))
+_largest_d = table(lambda device: torch.tensor(8 * LARGEST_Q, dtype=torch.int32, device=device))
 UNUSED_BELOW, UNUSED_BASE, UNUSED_K_BLOCK = LARGEST_Q, 1.0, 0.0  # of steps that hold zeros
 
 
@@ -122,20 +122,20 @@ def words(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return found.select(-2, 0), found.select(-2, 1)
 
 
-@functools.cache
+@table
 def _first_parts(device: torch.device) -> torch.Tensor:
     """Returns where `_parts` has the code 0 of channels 4t on, and of channels 16 + 4t on."""
     return torch.tensor([[1 << 15], [3 << 15]], dtype=torch.int32, device=device)
 
 
-@functools.cache
+@table
 def _parts(device: torch.device) -> torch.Tensor:
     """Returns the parts of words of four codes, for both parts by the codes as an int16, from the smallest on."""
-    codes = torch.arange(-1 << 15, 1 << 15) & 0xFFFF
+    codes = torch.arange(-1 << 15, 1 << 15, device=device) & 0xFFFF
     magnitudes = codes & (MAGNITUDES << 8 | MAGNITUDES)
     signs = sum((codes >> (4 * i + 3) & 1) << 8 * i for i in range(4))
     both = torch.cat([magnitudes | signs << 7, magnitudes << 16 | signs << 3])
-    return both.view(torch.int32)[::2].to(device)  # the lower halves
+    return both.view(torch.int32)[::2].contiguous()  # the lower halves
 
 
 def codes_of(words: torch.Tensor) -> torch.Tensor:
@@ -186,7 +186,6 @@ class Chunks(NamedTuple):
         return _values(codes.device)[pairs.int()] * torch.exp2(q - (LARGEST_Q - LARGEST_EXPONENT + 0.0))
 
 
-@functools.cache
 def _values(device: torch.device) -> torch.Tensor:
     positive = torch.tensor(E2M1)
     return torch.cat([positive, -positive]).to(device)

@@ -15,6 +15,7 @@ from fp8moe_plugin.layers.loading import check_loaded, check_tensor, holds_nan
 from fp8moe_plugin.layers.parameters import is_bias, role_of
 from fp8moe_plugin.layers.recode import Halves
 from fp8moe_plugin.layers.weights import check_scale_values
+from fp8moe_plugin.ops.tables import forget_tables
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 # For MLA. SGLang fuses the two if both are in one call of a model's `load_weights`, and drops a single one.
@@ -74,6 +75,7 @@ class Loads:
         Raises:
             CheckpointError: a tensor is missing or damaged.
         """
+        forget_tables()
         if self.empty:
             return
         try:

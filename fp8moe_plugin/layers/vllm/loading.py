@@ -15,6 +15,7 @@ from fp8moe_plugin.layers.pack import Share
 from fp8moe_plugin.layers.parameters import role_of, unset
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.model_state import ModelState
+from fp8moe_plugin.ops.tables import forget_tables
 
 # Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`, or None for one of another
 # rank, and the tensor for the loader.
@@ -98,6 +99,7 @@ class LayerLoading:
             for name in self.parameters:
                 check_loaded(self.prefix, name, getattr(layer, name))
             self.model.halves.check(f"{self.prefix} ")
+            forget_tables()
             if self.reloading:
                 self.model.finish_layer(self.prefix, got_tensors=True)
         if not self.serving:

@@ -17,6 +17,7 @@ from fp8moe_plugin.formats.spec import SCALE, QuantSpec
 from fp8moe_plugin.layers.sglang import moe
 from fp8moe_plugin.layers.sglang.loads import Loads
 from tests import helpers as h
+from tests.layers.cached import cached_tensors
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, Checkpoint
 from tests.layers.packed import assert_equal, assert_holds, exponents_of, part_of, wanted_of, weights_of, wide
 from tests.layers.sglang import layers
@@ -54,6 +55,14 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
         for expert in range(EXPERTS):
             assert_equal(weights_of(layer, expert), part_of(checkpoint, expert, rank, part, ranks))
         layers.QUANT.loads.finish()
+
+
+@pytest.mark.parametrize("spec", [PACKED, QuantSpec(FP8_BLOCK, recoded_from=MXFP4)])
+def test_no_cached_tensor_outlives_a_load(monkeypatch, spec):
+    """SGLang may release what was allocated while it loaded weights, without a backup."""
+    monkeypatch.setattr(layers.QUANT, "spec", spec)
+    Layer(INTERMEDIATE, 1, 0).load(in_mxfp4(INTERMEDIATE)).finish()
+    assert not list(cached_tensors())
 
 
 def test_parameters_without_weights_are_valid():
