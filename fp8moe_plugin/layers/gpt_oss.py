@@ -19,12 +19,12 @@ from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import Role, ceil_div
 from fp8moe_plugin.layers.pack import Share, pack, write
 from fp8moe_plugin.layers.parameters import is_bias, stored_tensor_format
-from fp8moe_plugin.layers.recode import Halves, block_fp8, check_exponents, on_one_thread, to_device
+from fp8moe_plugin.layers.recode import Halves, block_fp8, check_exponents, copies_early, on_one_thread, to_device
 from fp8moe_plugin.ops.fp4_blocks import CODES, EXPONENTS, SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import steps_of
 
 SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}  # by the beginning of a parameter's name; their rows alternate
-BATCH_BYTES = 1 << 25  # of codes that are written at once; the device needs up to eight times as much while it does
+BATCH_BYTES = 1 << 25  # of codes that are written at once; the device needs up to ten times as much while it does
 
 
 def part_of(weight_name: str) -> str:
@@ -103,15 +103,20 @@ class Target(NamedTuple):
         waits = role is Role.WEIGHT
         half = tensor.view(torch.uint8)
         half = self._kept(half) if waits else half
-        if both := halves.add(f"{self.layer} ({self.part})", role, half, self.weight.device, stays=waits):
-            self._pack(*both) if self.packed else self._recode(*both)
+        both = halves.add(f"{self.layer} ({self.part})", role, half, self.weight.device, stays=waits)
+        if both and not self.packed:
+            self._recode(*both)
+        elif both and (first := self._pack(*both)) is not None:
+            exponents, codes = both[1], [each.to("cpu", copy=True) for each in both[0][first:]]
+            del both, half  # views of parameters that may grow
+            self._pack_one_by_one(first, codes, exponents)
 
     def _kept(self, codes: torch.Tensor) -> torch.Tensor:
         """Copy codes to where they wait. Returns views of them."""
         parts = self.weight.data.view(torch.uint8).flatten(1)
         kept: torch.Tensor = parts[:, : codes[0].numel()].unflatten(1, codes.shape[1:])
         for own, expert in zip(kept, codes, strict=True):
-            own.copy_(expert, non_blocking=not expert.is_pinned())  # see `to_device`
+            own.copy_(expert, non_blocking=copies_early(expert, own.device))
         return kept
 
     def _recode(self, codes: torch.Tensor, exponents: torch.Tensor) -> None:
@@ -122,20 +127,21 @@ class Target(NamedTuple):
                     own = parameter.data[batch.experts].chunk(len(found), 1)[row]
                     own.copy_(tensor.view(own.shape))
 
-    def _pack(self, codes: torch.Tensor, exponents: torch.Tensor) -> None:
+    def _pack(self, codes: torch.Tensor, exponents: torch.Tensor) -> int | None:
+        """Returns the first of the experts that are left, if their blocks may take further steps."""
         for batch in self._batches(codes, exponents):
             blocks = [Fp4Blocks.of(*both, batch.most) for both in batch.projections]
             if max(each.span for each in blocks) > SPAN:
-                self._pack_one_by_one(batch.experts.start, codes, exponents)
-                return
+                return int(batch.experts.start)
             own = self.weight.data[batch.experts], self.scales.data[batch.experts]
             for shard, each in zip(SHARDS[self.part], blocks, strict=True):
                 write(*own, shard, steps_of(each))
+        return None
 
-    def _pack_one_by_one(self, first: int, codes: torch.Tensor, exponents: torch.Tensor) -> None:
-        """Pack the experts from `first` on. The parameters may grow, so codes leave them for the host."""
-        device, shards = codes.device, SHARDS[self.part]
-        for expert, own in enumerate([each.to("cpu", copy=True) for each in codes[first:]], first):
+    def _pack_one_by_one(self, first: int, codes: list[torch.Tensor], exponents: torch.Tensor) -> None:
+        """Pack the experts from `first` on, whose codes are on the host."""
+        device, shards = self.weight.device, SHARDS[self.part]
+        for expert, own in enumerate(codes, first):
             on_device = own.to(device)
             for row, shard in enumerate(shards):
                 name = f"{self.layer} ({shard} of local expert {expert})"

@@ -24,7 +24,6 @@ from fp8moe_plugin.layers.weights import LARGEST_SCALE, check_scale_values
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.fp4_blocks import E2M1, EXPONENTS, LARGEST_EXPONENT, SPAN, Fp4Blocks, bases
 from fp8moe_plugin.ops.tables import table
-from fp8moe_plugin.settings import NAME
 
 HIGHEST_EXPONENT = int(math.log2(LARGEST_SCALE)) + 127
 HALVES_ON_DEVICE = 3  # an expert has three projections
@@ -35,7 +34,7 @@ def on_one_thread() -> Iterator[None]:
     """Run torch's operations on the host on this thread alone, such as a look at the exponents of a projection.
 
     They are too short to be shared: each would wait for all threads, which a busy or limited host does not run at once.
-    That takes 10 ms instead of 10 us.
+    That takes 10 ms instead of 10 us. A thread that first uses torch meanwhile stays without others.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -70,9 +69,8 @@ def block_fp8(
         spans = blocks.below.amax((1, 3))
         raise UnsupportedError(
             f"{name}: in {int((spans > SPAN).sum())} of {spans.numel()} {GROUP}x{GROUP} blocks the exponents differ by "
-            f"more than {SPAN}, by up to {blocks.span}, so that block FP8 does not represent them exactly. On a Hopper "
-            "GPU, set FP8MOE_FP4_EXPERTS=mxfp4. Otherwise, remove --quantization to let the engine choose the "
-            "method: it computes MXFP4 as it is."
+            f"more than {SPAN}, by up to {blocks.span}, so that block FP8 does not represent them exactly. Unset "
+            "FP8MOE_FP4_EXPERTS: the experts then stay in MXFP4."
         )
     # int32, which index_select takes as it is
     index = torch.add(blocks.codes.unflatten(-1, (EXPONENTS, -1)), blocks.below[..., None], alpha=256)
@@ -101,11 +99,13 @@ def check_exponents(name: str, exponents: torch.Tensor) -> int:
 
 @on_one_thread()
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor on a device. The copy has read it when this returns, and waits for the GPU only if it is pinned.
+    """Returns a tensor on a device. The copy has read it when this returns, and can be read there."""
+    return tensor.to(device, non_blocking=copies_early(tensor, device))
 
-    CUDA copies memory that is not pinned to a buffer of its own first.
-    """
-    return tensor.to(device, non_blocking=not tensor.is_pinned())
+
+def copies_early(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a copy may return before it has ended: CUDA first copies host memory that is not pinned to its own."""
+    return tensor.is_cpu and device.type == "cuda" and not tensor.is_pinned()
 
 
 def check_memory(experts: Experts, local: Experts, memory: int) -> None:
@@ -122,9 +122,9 @@ def check_memory(experts: Experts, local: Experts, memory: int) -> None:
     if part > memory:
         raise UnsupportedError(
             f"The model's experts are in {MXFP4.name}, and become block FP8 while they are loaded, {whole / 1e9:.1f} "
-            f"GB in all. A GPU of {memory / 1e9:.1f} GB would have to hold {part / 1e9:.1f} GB of them. Use at least "
-            f"{ceil_div(whole, memory)} GPUs (`fp8moe-warmup explain --gpu` shows the splits that fit), or serve the "
-            f"checkpoint without --quantization {NAME}."
+            f"GB in all. A GPU of {memory / 1e9:.1f} GB would have to hold {part / 1e9:.1f} GB of them. Unset "
+            f"FP8MOE_FP4_EXPERTS, so that they stay in {MXFP4.name}, or use at least {ceil_div(whole, memory)} GPUs "
+            "(`fp8moe-warmup explain --gpu` shows the splits that fit)."
         )
 
 
@@ -183,7 +183,8 @@ class Halves:
         if before is None or before[0] is role:
             crowded = len(self.waiting) >= HALVES_ON_DEVICE
             own = device if role is Role.WEIGHT else tensor.device
-            kept = tensor if stays else tensor.to("cpu" if crowded else own, copy=True)
+            to = torch.device("cpu") if crowded else own
+            kept = tensor if stays else tensor.to(to, copy=True, non_blocking=copies_early(tensor, to))
             self.waiting[projection] = role, kept
             return None
         both = {role: tensor, before[0]: before[1]}

@@ -9,7 +9,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.recode import E2M1, SPAN, Halves, block_fp8, check_exponents, check_memory, to_device
+from fp8moe_plugin.layers.recode import (
+    E2M1,
+    SPAN,
+    Halves,
+    block_fp8,
+    check_exponents,
+    check_memory,
+    copies_early,
+    to_device,
+)
 from fp8moe_plugin.ops.reference import dequantize_blocks
 
 VALUES = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float64)
@@ -59,7 +68,7 @@ def test_blocks_with_a_wider_span_are_counted_and_refused():
     exponents[77, 2] = 120 - SPAN - 1
     exponents[128:256, 4] = 120 - SPAN
     exponents[299, 7] = 120 - SPAN - 3
-    refusal = r"w: in 2 of 6 128x128 blocks the exponents differ by more than 14, by up to 17, .*remove --quantization"
+    refusal = r"w: in 2 of 6 128x128 blocks the exponents differ by more than 14, by up to 17, .*Unset FP8MOE_FP4"
     with pytest.raises(UnsupportedError, match=refusal):
         recode(codes, exponents)
 
@@ -134,3 +143,11 @@ def test_as_many_halves_wait_on_the_device_as_an_expert_has():
     for name in "abcd":
         assert halves.add(name, Role.WEIGHT, torch.ones(1), torch.device("meta")) is None
     assert [half.device.type for _, half in halves.waiting.values()] == ["meta"] * 3 + ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "early"), [("cpu", "cuda", True), ("cpu", "cpu", False), ("meta", "cpu", False)]
+)
+def test_only_copies_of_host_memory_to_a_gpu_may_return_early(source, to, early):
+    """A copy to the host that returned early would be read before it is there."""
+    assert copies_early(torch.empty(1, device=source), torch.device(to)) == early

@@ -114,7 +114,7 @@ def _loader(method: GptOssMethod, experts: int, hidden: int, width: int, share: 
         part = part_of(weight_name)
         check_shape(weight_name, param, tensor, experts, hidden, width)
         first = layer.moe_ep_rank * experts
-        check_in_order(weight_name, experts, lambda expert: compat.local_slots(layer, first + expert)[0])
+        check_in_order(weight_name, experts, lambda expert: next(iter(compat.local_slots(layer, first + expert)), None))
         if is_bias(param):
             bias = to_device(tensor, param.device)  # where its values are checked
             copy_bias(param, part, checked_bias(weight_name, param, bias, *bias.shape))

@@ -95,11 +95,11 @@ class LayerLoading:
         Raises:
             CheckpointError: a tensor is missing or holds NaN.
         """
+        forget_tables()
         with self.errors_fail_model():
             for name in self.parameters:
                 check_loaded(self.prefix, name, getattr(layer, name))
             self.model.halves.check(f"{self.prefix} ")
-            forget_tables()
             if self.reloading:
                 self.model.finish_layer(self.prefix, got_tensors=True)
         if not self.serving:
