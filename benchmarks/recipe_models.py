@@ -19,7 +19,6 @@ class Recipe(NamedTuple):
     family: str  # in docs/compatibility.md
     about: str
     measured: tuple[Measured, ...] = ()
-    form: str | None = None  # of experts in MXFP4, of FP8MOE_FP4_EXPERTS
 
 
 H100_LAYER = "the experts of one layer, all on one H100"
@@ -46,14 +45,13 @@ RECIPES = (
     Recipe(
         "deepseek-v4-flash", "DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Flash",
         "DeepSeek-V4-Flash, V4-Pro",
-        "The plugin re-encodes its experts to block FP8, or keeps them in MXFP4.",
+        "The plugin keeps its experts in MXFP4, or re-encodes them to block FP8 (`FP8MOE_FP4_EXPERTS=fp8`).",
         (Measured(LAYERS, "DeepSeek-V4-Flash", f"{H100_LAYER}, in block FP8"),),
     ),
     Recipe(
         "deepseek-v4-pro", "DeepSeek-V4-Pro", "DeepSeek-V4-Pro", "deepseek-ai/DeepSeek-V4-Pro",
         "DeepSeek-V4-Flash, V4-Pro",
-        "Its experts stay in MXFP4, which is experimental; re-encoded to block FP8, the default, they need 16 H200.",
-        form="mxfp4",
+        "Its experts stay in MXFP4; re-encoded to block FP8 (`FP8MOE_FP4_EXPERTS=fp8`), they need 16 H200.",
     ),
     Recipe(
         "glm-5", "GLM-5, 5.1 and 5.2", "GLM-5.2-FP8", "zai-org/GLM-5.2-FP8", "GLM-5, 5.1, 5.2",
@@ -85,6 +83,6 @@ RECIPES = (
     ),
     Recipe(
         "gpt-oss", "gpt-oss-120b", "gpt-oss-120b", "openai/gpt-oss-120b", "gpt-oss-120b, gpt-oss-20b",
-        "The plugin serves the experts, re-encoded to block FP8 or in MXFP4; the rest is BF16.",
+        "The plugin serves the experts, in MXFP4 or re-encoded to block FP8; the rest is BF16.",
     ),
 )  # fmt: skip

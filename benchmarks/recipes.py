@@ -17,7 +17,7 @@ from benchmarks.tables import OURS, PEERS, ROOT, results, table
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
-from warmup import forms, memory
+from warmup import memory
 from warmup.choose import choose
 from warmup.report import ChoiceReport, SplitReport
 from warmup.target import GPUS, MAX_TOKENS, MOST_GPUS, NODE, UTILIZATION, Target
@@ -68,8 +68,7 @@ def model_of(recipe: Recipe) -> Model:
     (path,) = (folder / f"{recipe.config}.json" for folder in CONFIGS if (folder / f"{recipe.config}.json").exists())
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(path.read_bytes())
-        model = read_model(Path(folder))
-    return forms.models(model, Parallel())[recipe.form] if recipe.form else model
+        return read_model(Path(folder))
 
 
 @cache
