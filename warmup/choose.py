@@ -259,7 +259,7 @@ def _what_would_fit(found: ChoiceReport) -> str:
     more = f"{found.needed} GPUs" if found.needed else f"more than {MOST_GPUS} GPUs, the most that are considered"
     best = max(supported, key=lambda split: split.longest)
     packed = next((form for form in found.forms if form.fits), None)
-    other = f" Or set {forms.SETTING}={packed.setting}, with which {packed.options} fits." if packed else ""
+    other = f" Or unset {forms.SETTING}: with experts in MXFP4 {packed.options} fits." if packed else ""
     if not best.longest:
         return f"{what}: the weights leave no room for a KV cache. Take {more}.{other}"
     ways = ["this length", more, *(() if found.fp8_cache else ("--kv-cache-dtype fp8",))]
