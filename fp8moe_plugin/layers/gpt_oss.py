@@ -17,6 +17,7 @@ from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import Role, ceil_div
+from fp8moe_plugin.layers.loading import checked_bias
 from fp8moe_plugin.layers.pack import Share, pack, write
 from fp8moe_plugin.layers.parameters import is_bias, stored_tensor_format
 from fp8moe_plugin.layers.recode import Halves, block_fp8, check_exponents, copies_early, on_one_thread, to_device
@@ -71,6 +72,12 @@ def check_in_order(what: str, experts: int, slot: Callable[[int], int | None]) -
             f"{what}: this rank does not hold {experts} experts in their order, as the engine's model passes them. "
             "Remove the options that place experts in another way."
         )
+
+
+def bias_on_device(what: str, parameter: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Returns a bias in float32 on the parameter's device, where its values are checked; `check_shape` comes before."""
+    bias = to_device(bias, parameter.device)
+    return checked_bias(what, parameter, bias, *bias.shape)
 
 
 def copy_bias(parameter: torch.Tensor, part: str, bias: torch.Tensor) -> None:

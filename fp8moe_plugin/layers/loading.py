@@ -172,7 +172,7 @@ def checked_bias(what: str, parameter: torch.Tensor, tensor: torch.Tensor, *shap
     Args:
         shape: that of the bias in the checkpoint, such as the rows of one projection.
     Raises:
-        CheckpointError: it does not consist of so many finite numbers.
+        CheckpointError: it has another shape, is not a float, or holds NaN or infinity.
     """
     if tuple(tensor.shape) != shape or not tensor.is_floating_point():
         raise CheckpointError(

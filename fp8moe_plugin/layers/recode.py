@@ -98,9 +98,13 @@ def check_exponents(name: str, exponents: torch.Tensor) -> int:
 
 
 @on_one_thread()
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor on a device. The copy has read it when this returns, and can be read there."""
-    return tensor.to(device, non_blocking=copies_early(tensor, device))
+def to_device(tensor: torch.Tensor, device: torch.device, *, copy: bool = False) -> torch.Tensor:
+    """Returns a tensor on a device. The copy has read it when this returns, and can be read there.
+
+    Args:
+        copy: also of a tensor that is there already.
+    """
+    return tensor.to(device, copy=copy, non_blocking=copies_early(tensor, device))
 
 
 def copies_early(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -183,8 +187,7 @@ class Halves:
         if before is None or before[0] is role:
             crowded = len(self.waiting) >= HALVES_ON_DEVICE
             own = device if role is Role.WEIGHT else tensor.device
-            to = torch.device("cpu") if crowded else own
-            kept = tensor if stays else tensor.to(to, copy=True, non_blocking=copies_early(tensor, to))
+            kept = tensor if stays else to_device(tensor, torch.device("cpu") if crowded else own, copy=True)
             self.waiting[projection] = role, kept
             return None
         both = {role: tensor, before[0]: before[1]}

@@ -222,7 +222,8 @@ def write_half(weight: torch.Tensor, scales: torch.Tensor, half: int, steps: Ste
     own = _placed(steps, half * (extra // 2), extra)
     Chunks.of(_pairs(weight.flatten(0, -2))).of_half(half).write(own, HALF_ROWS)
     regular, of_halves = scales.shape[-1] - extra, scales.unflatten(-2, (2, -1)).movedim(-3, 0)
-    of_halves[half, ..., :regular] = own.base.unflatten(0, (blocks := of_halves.shape[1:-1]))
+    blocks = of_halves.shape[1:-1]
+    of_halves[half, ..., :regular] = own.base.unflatten(0, blocks)
     if extra:
         slots = slice(half * (extra // 2), (half + 1) * (extra // 2))
         of_halves[..., regular:][..., slots] = own.k_block[:, slots].unflatten(0, blocks)

@@ -16,11 +16,19 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding
-from fp8moe_plugin.layers.gpt_oss import Target, check_in_order, check_shape, copy_bias, part_of, share_of
-from fp8moe_plugin.layers.loading import as_kept, checked_bias
+from fp8moe_plugin.layers.gpt_oss import (
+    Target,
+    bias_on_device,
+    check_in_order,
+    check_shape,
+    copy_bias,
+    part_of,
+    share_of,
+)
+from fp8moe_plugin.layers.loading import as_kept
 from fp8moe_plugin.layers.pack import Share
 from fp8moe_plugin.layers.parameters import bias_tensors, expert_tensors, is_bias, marked, role_of, unset
-from fp8moe_plugin.layers.recode import targets, to_device
+from fp8moe_plugin.layers.recode import targets
 from fp8moe_plugin.layers.sglang import compat
 from fp8moe_plugin.layers.sglang.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.sglang.refusals import check_experts
@@ -116,15 +124,15 @@ def _loader(method: GptOssMethod, experts: int, hidden: int, width: int, share: 
         first = layer.moe_ep_rank * experts
         check_in_order(weight_name, experts, lambda expert: next(iter(compat.local_slots(layer, first + expert)), None))
         if is_bias(param):
-            bias = to_device(tensor, param.device)  # where its values are checked
-            copy_bias(param, part, checked_bias(weight_name, param, bias, *bias.shape))
+            copy_bias(param, part, bias_on_device(weight_name, param, tensor))
             loads.note(method, layer, f"{method.prefix} ({part}), bias", *Role)
             return
         loads.check_tensor(weight_name, param, tensor)
         loads.written = True  # also by codes that wait for their exponents
         (weight, _), (scales, _) = targets(layer, part, weight_name, SCALE)
-        states = {"packed": packed, "running": loads.serving, "balanced": False}
-        target = Target(method.prefix, part, weight, scales, share, **states)
+        target = Target(
+            method.prefix, part, weight, scales, share, packed=packed, running=loads.serving, balanced=False
+        )
         target.load(loads.halves, role_of(param), as_kept(param, tensor))
         loads.note(method, layer, f"{method.prefix} ({part})", role_of(param))
 

@@ -11,10 +11,17 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.gpt_oss import Target, check_in_order, check_shape, copy_bias, part_of, share_of
-from fp8moe_plugin.layers.loading import checked_bias
+from fp8moe_plugin.layers.gpt_oss import (
+    Target,
+    bias_on_device,
+    check_in_order,
+    check_shape,
+    copy_bias,
+    part_of,
+    share_of,
+)
 from fp8moe_plugin.layers.parameters import is_bias, role_of
-from fp8moe_plugin.layers.recode import targets, to_device
+from fp8moe_plugin.layers.recode import targets
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.loading import Arriving
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
@@ -65,8 +72,7 @@ class GptOssMethod(Fp8MoeMethod):
         check_shape(weight_name, param, loaded_weight, experts, *loading.arriving[:2])
         check_in_order(weight_name, experts, lambda expert: compat.local_expert(layer, moe.ep_rank * experts + expert))
         if is_bias(param):
-            bias = to_device(loaded_weight, param.device)  # where its values are checked
-            projection, tensor = None, checked_bias(weight_name, param, bias, *bias.shape)
+            projection, tensor = None, bias_on_device(weight_name, param, loaded_weight)
         else:
             projection = f"{loading.prefix} ({part_of(weight_name)})"
             tensor = loading.kept(weight_name, param, loaded_weight, rows=0)
