@@ -319,11 +319,14 @@ def agreement(*found: Row) -> str:
     )
 
 
+def over_bf16(engine: Row) -> str:
+    off = engine["against_bf16"]
+    return f"{off['percent']:+.3f}% ({off['low']:.3f} to {off['high']:.3f})" if off else ""
+
+
 def perplexity(found: Row) -> str:
     def row(name: str, engine: Row) -> list[str]:
-        off = engine["against_bf16"]
-        against = f"{off['percent']:+.3f}% ({off['low']:.3f} to {off['high']:.3f})" if off else ""
-        return [name, f"{engine['perplexity']:.3f}", against]
+        return [name, f"{engine['perplexity']:.3f}", over_bf16(engine)]
 
     engines = found["engines"]
     return table(["engine", "perplexity", "over BF16 (95% interval)"], (row(*item) for item in engines.items()))
@@ -342,10 +345,8 @@ def perplexity_by_format(*found: Row) -> str:
 
     def row(part: Row) -> list[str]:
         bf16, ours = (part["engines"][name] for name in ("bf16", OURS))
-        off = ours["against_bf16"]
-        against = f"{off['percent']:+.3f}% ({off['low']:.3f} to {off['high']:.3f})"
         name = CHECKPOINTS[part["checkpoint"]["name"]]
-        return [name, f"{bf16['perplexity']:.3f}", f"{ours['perplexity']:.3f}", against]
+        return [name, f"{bf16['perplexity']:.3f}", f"{ours['perplexity']:.3f}", over_bf16(ours)]
 
     return table(["weights", "bf16", OURS, "over BF16 (95% interval)"], map(row, found))
 
