@@ -187,7 +187,7 @@ def measured(recipe: Recipe) -> Iterator[str]:
     if (layer, engine) == ("expected", "expected"):
         yield wrapped(f"Nothing: no GPU has run this model yet. {link}")
     else:
-        yield wrapped(f"The layer of its experts: {layer}. An engine with weights: {engine}. {link}")
+        yield wrapped(f"The layer of its experts: {layer}. An engine of vLLM with weights: {engine}. {link}")
     for found in recipe.measured:
         where = f"[performance](../performance.md), `benchmarks/results/{found.result}.json`"
         yield wrapped(f"{found.what[0].upper()}{found.what[1:]} ({where}):")
