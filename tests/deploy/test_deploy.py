@@ -99,10 +99,11 @@ def test_alerts_name_the_pod_and_the_labels_that_metrics_have() -> None:
     for rule in group["rules"]:
         assert "{{ $labels.namespace }}/{{ $labels.pod }} " in rule["annotations"]["summary"]
         assert re.search(r"\b(by|on) \(namespace, pod\b", rule["expr"])
-    window, offset = re.search(
-        r"\[(\d+)m\].* offset (\d+)m", " ".join(rule["expr"] for rule in group["rules"])
+    window, minutes, served = re.search(
+        r"\[(\d+)m\].*\[(\d+)m:1m\]\) >= (\d+)", " ".join(rule["expr"] for rule in group["rules"])
     ).groups()
-    assert int(offset) > int(window)  # a node is scraped from its first layer on, and may compile more for the others
+    assert int(minutes) > int(window)  # a node is scraped from its first layer on, and may compile more for the others
+    assert served == minutes
     backends = set(re.findall(r'backend(?:=|!=|!~)"([^"]+)"', " ".join(rule["expr"] for rule in group["rules"])))
     assert backends == {ENGINE, f"{BACKENDS[SM90].name}|{ENGINE}"}
 
