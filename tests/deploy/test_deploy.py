@@ -88,6 +88,10 @@ def test_the_documented_metrics_are_exported() -> None:
 def test_each_panel_shows_the_chosen_model_and_pods() -> None:
     dashboard = json.loads((DEPLOY / "grafana.json").read_text())
     assert [one["name"] for one in dashboard["templating"]["list"]] == ["datasource", "namespace", "model", "pod"]
+    for one in dashboard["templating"]["list"][1:]:
+        selector = one["query"].removeprefix("label_values(").rpartition(",")[0]
+        promql_parser.parse(selector)
+        assert '"vllm:num_requests_running|sglang:num_running_reqs"' in selector
     for expression in (target["expr"] for panel in dashboard["panels"] for target in panel["targets"]):
         wanted = {"$namespace", "$pod"} | ({"$model"} if "vllm:" in expression else set())
         assert set(re.findall(r"\$\w+", expression)) == wanted, expression
