@@ -53,8 +53,9 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
     if tensor.dtype not in wanted:
         raise CheckpointError(
             f"{what} has dtype {tensor.dtype}, but a {weights.name} checkpoint has {' or '.join(map(str, wanted))}. "
-            "If it keeps this layer unquantized, the layer's full name belongs into modules_to_not_convert of its "
-            "config.json. Else download the checkpoint again, or serve the unquantized one: --quantization fp8moe "
+            "If this layer stays unquantized, its full name must be in the quantization_config's list of unquantized "
+            "layers (modules_to_not_convert or ignored_layers), in config.json or in what overrides it, such as "
+            "hf_overrides. Else download the checkpoint again, or serve the unquantized one: --quantization fp8moe "
             "quantizes it."
         )
     if tensor.dim() < 2:

@@ -49,6 +49,14 @@ def test_e8m0_scales_are_decoded_exactly(dtype):
     loading.check_tensor("L", scales, stored[:4].view(dtype))
 
 
+def test_bf16_in_fp8_names_each_place_of_the_list():
+    """The list comes from config.json, or from the trainer that started the engine (docs/rl.md)."""
+    weight = marked(torch.empty(4, 128, dtype=torch.float8_e4m3fn), FP8_BLOCK, Role.WEIGHT)
+    where = "in config.json or in what overrides it, such as hf_overrides"
+    with pytest.raises(CheckpointError, match=f"^L has dtype torch.bfloat16, .* {where}. Else download"):
+        loading.check_tensor("L", weight, torch.ones(4, 128, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8])
 @pytest.mark.parametrize(("byte", "message"), [(255, "hold NaN"), (250, "range from .* damaged")])
 def test_e8m0_scales_that_cannot_be_are_refused(dtype, byte, message):
