@@ -40,9 +40,14 @@ class Arrivals:
         self.clear()
         for name, (role,) in alone.items():
             raise CheckpointError(
-                f"{name}: new {role} arrived without the {role.other} (and so for {len(alone) - 1} more projections). "
-                "An FP8 weight and its scales must be loaded together, before the next step."
+                f"{name}: new {role} arrived without the {role.other}{and_others(len(alone) - 1)}. An FP8 weight and "
+                "its scales must be loaded together, before the next step."
             )
+
+
+def and_others(count: int) -> str:
+    """Returns the part of a message that counts further projections with the same fault."""
+    return f" (and so for {count} more projection{'s' * (count > 1)})" if count else ""
 
 
 def check_scale_name(name: str, scales: tuple[str, ...]) -> None:

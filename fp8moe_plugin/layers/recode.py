@@ -19,6 +19,7 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.mxfp4 import MXFP4
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, ceil_div
+from fp8moe_plugin.layers.arrivals import and_others
 from fp8moe_plugin.layers.parameters import empty_pair
 from fp8moe_plugin.layers.weights import LARGEST_SCALE, check_scale_values
 from fp8moe_plugin.ops.checks import FP8
@@ -167,8 +168,8 @@ class Halves:
         self.clear(layer)
         for name, role in alone:
             raise CheckpointError(
-                f"{name}: {role} in MXFP4 arrived without the {role.other}, or once more after both (and so for "
-                f"{len(alone) - 1} more projections). A load must bring both exactly once."
+                f"{name}: {role} in MXFP4 arrived without the {role.other}, or once more after "
+                f"both{and_others(len(alone) - 1)}. A load must bring both exactly once."
             )
 
     @on_one_thread()

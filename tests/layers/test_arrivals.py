@@ -1,9 +1,11 @@
 import pytest
+import torch
 
 from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.spec import COMPRESSED_SCALE, SCALE
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.arrivals import Arrivals, check_scale_name
+from fp8moe_plugin.layers.recode import Halves
 
 WEIGHT, SCALES = Role
 
@@ -27,6 +29,20 @@ def test_one_without_the_other_is_refused_once(kind, missing):
     arrivals.note("half", missing)
     arrivals.clear()
     arrivals.check()
+
+
+@pytest.mark.parametrize(
+    ("alone", "others"), [(1, ""), (2, " .and so for 1 more projection."), (3, " .and so for 2 more projections.")]
+)
+def test_other_projections_are_counted_if_there_are_any(alone, others):
+    arrivals, halves = Arrivals(), Halves()
+    for projection in range(alone):
+        arrivals.note(f"w{projection}", WEIGHT)
+        halves.add(f"w{projection}", WEIGHT, torch.zeros(1, 16, dtype=torch.uint8), torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=f"w0: new weight arrived without the scales{others}. An FP8"):
+        arrivals.check()
+    with pytest.raises(CheckpointError, match=f"w0: weight .* after both{others}. A load"):
+        halves.check()
 
 
 @pytest.mark.parametrize(
