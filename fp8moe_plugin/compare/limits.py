@@ -9,11 +9,14 @@ MAX_KL, MIN_SPEED = "--max-kl", "--min-speed"
 def check_limits(result: CompareResult, max_kl: float | None, min_speed: float | None) -> list[Limit]:
     """Returns the figures to which the given limits apply, with the outcome of each."""
     ours, peer, found = result.ours, result.peer, []
+    failed = " and ".join(engine.name for engine in result.engines if engine.error)
+    why = f", as {failed} failed" if failed else ""
     if max_kl is not None:
-        found.append(_limit(MAX_KL, max_kl, f"KL divergence from {result.reference or 'a reference'}", ours.divergence))
+        kl = f"KL divergence from {result.reference}" if result.reference else "KL divergence"
+        found.append(_limit(MAX_KL, max_kl, kl, ours.divergence, why))
     if min_speed is not None:
-        name = f"times {peer.name}'s" if peer else "times another's"
-        found += [_limit(MIN_SPEED, min_speed, f"{what}, {name}", at) for what, at in _speedups(ours, peer).items()]
+        times = f", times {peer.name}'s" if peer else ""
+        found += [_limit(MIN_SPEED, min_speed, what + times, at, why) for what, at in _speedups(ours, peer).items()]
     return found
 
 
@@ -28,10 +31,14 @@ def _speedups(ours: EngineResult, peer: EngineResult | None) -> dict[str, Interv
     return found
 
 
-def _limit(option: str, limit: float, figure: str, found: Interval | None) -> Limit:
-    """The whole interval must be on the right side of the limit: chance alone must not let a rollout pass."""
+def _limit(option: str, limit: float, figure: str, found: Interval | None, why: str) -> Limit:
+    """The whole interval must be on the right side of the limit: chance alone must not let a rollout pass.
+
+    Args:
+        why: added to the figure if it was not measured.
+    """
     if found is None:
-        outcome = Outcome.NOT_MEASURED
+        outcome, figure = Outcome.NOT_MEASURED, figure + why
     else:
         low, high = (found.low, found.high) if option == MIN_SPEED else (-found.high, -found.low)
         bound = limit if option == MIN_SPEED else -limit

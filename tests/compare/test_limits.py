@@ -49,6 +49,24 @@ def test_what_was_not_measured_meets_no_limit() -> None:
     assert [of.outcome for of in check_limits(result, 1, 0.1)] == [Outcome.NOT_MEASURED] * 2
 
 
+@pytest.mark.parametrize(
+    ("failed", "kl", "speed"),
+    [
+        (BASELINE, "KL divergence, as baseline failed", "speed, as baseline failed"),
+        (CANDIDATE, "KL divergence, as candidate failed", "speed, times baseline's, as candidate failed"),
+    ],
+)
+def test_a_server_that_failed_is_named(failed: str, kl: str, speed: str) -> None:
+    result = compared({OURS: 0.1, BF16: 0})
+    result.reference = None
+    result.engines = [EngineResult(name=CANDIDATE), EngineResult(name=BASELINE)]
+    for engine in result.engines:
+        engine.error = "no answer" if engine.name == failed else None
+    assert [str(of) for of in check_limits(result, 0.01, 0.9)] == [
+        f"--max-kl 0.01 NOT MEASURED: {kl}", f"--min-speed 0.9 NOT MEASURED: {speed}"
+    ]  # fmt: skip
+
+
 def test_a_server_is_compared_with_the_baseline() -> None:
     result = compared({OURS: 0.1, BF16: 0})
     for engine, name in zip(result.engines, (CANDIDATE, BASELINE), strict=True):
