@@ -17,6 +17,7 @@ from benchmarks.tables import OURS, PEERS, ROOT, results, table
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.quoting import any_of
 from warmup import memory
 from warmup.choose import choose
 from warmup.report import ChoiceReport, SplitReport
@@ -106,7 +107,7 @@ def page(recipe: Recipe) -> str:
         wrapped(ABOUT),
         "\n".join(wrapped(f"- {note}", "  ") for note in notes(recipe, found)),
         "## Serve",
-        *(part for split in {choice.split.options: choice.split for choice in found}.values() for part in serve(split)),
+        *(part for chosen in by_gpus(found) for part in serve(chosen)),
         "## What was measured",
         *measured(recipe),
     ]
@@ -118,9 +119,13 @@ def row(recipe: Recipe, choice: Choice) -> list[str]:
     decode = [f"{(count or 0) / bandwidth * 1e3:.1f}" for count in (split.read_bytes, split.step_bytes)]
     prefill = products(model_of(recipe)) * MAX_TOKENS / (parallel(split).ranks * operations)
     return [
-        f"{split.gpus} x {GPUS[choice.gpu].name}", ", ".join(choice.purposes), f"`{split.options}`",
+        gpus_of(choice), ", ".join(choice.purposes), f"`{split.options}`",
         f"{(split.weight_bytes or 0) / 1e9:.1f}", f"{split.cache_tokens:,}", *decode, f"{prefill * 1e3:.0f}",
     ]  # fmt: skip
+
+
+def gpus_of(choice: Choice) -> str:
+    return f"{choice.split.gpus} x {GPUS[choice.gpu].name}"
 
 
 def products(model: Model) -> float:
@@ -151,8 +156,18 @@ def notes(recipe: Recipe, found: tuple[Choice, ...]) -> list[str]:
     return report(recipe, first.gpu, first.split.gpus).notes
 
 
-def serve(split: SplitReport) -> Iterator[str]:
-    yield wrapped(f"`{split.options}`: {why(parallel(split))}")
+def by_gpus(found: tuple[Choice, ...]) -> list[list[Choice]]:
+    """Returns the choices of each split, those with the fewest GPUs first."""
+    splits: dict[str, list[Choice]] = {}
+    for choice in sorted(found, key=lambda choice: choice.split.gpus):
+        splits.setdefault(choice.split.options, []).append(choice)
+    return list(splits.values())
+
+
+def serve(chosen: list[Choice]) -> Iterator[str]:
+    split = chosen[0].split
+    gpus = any_of(tuple(f"{gpus_of(choice)} ({', '.join(choice.purposes)})" for choice in chosen))
+    yield wrapped(f"`{split.options}` on {gpus}: {why(parallel(split))}")
     yield command(split.vllm) if split.vllm else "vLLM has no such split."
     yield command(split.sglang) if split.sglang else "SGLang has no such split."
     if split.gpus > NODE:

@@ -37,6 +37,14 @@ def test_a_page_has_the_commands_of_each_split(recipe: Recipe, written: dict[str
     assert rows
 
 
+def test_splits_of_fewer_gpus_are_first_and_name_their_gpus(written: dict[str, str]) -> None:
+    starts = re.findall(r"^`(--.*?)` on (.*?): [a-z]", written["deepseek-v4-flash.md"], re.MULTILINE | re.DOTALL)
+    gpus = [re.findall(r"(\d+) x (H\d+)", of) for _, of in starts]
+    assert [options for options, _ in starts] == ["--tp 2", "--tp 4", "--tp 8", "--tp 1 --dp 8 --ep 8"]
+    assert gpus[:2] == [[("2", "H200"), ("2", "H20")], [("4", "H100")]]
+    assert "4 x H100 80GB (fewest GPUs)" in starts[1][1]
+
+
 def test_floors_follow_from_bytes_and_operations() -> None:
     """DeepSeek-V3 has 37 billion active parameters, of which 0.9 are the output head's."""
     (recipe,) = (recipe for recipe in RECIPES if recipe.page == "deepseek-v3")
