@@ -84,16 +84,17 @@ def findings(model: Model, parallel: Parallel, step: int, gpus: list[Gpu]) -> It
 
 
 def links(gpus: list[Gpu]) -> Iterator[Finding]:
-    """Check that the GPUs of this machine can store into each other's memory, as FP8MOE_EP=push needs."""
+    """Check that the GPUs of this machine can store into each other's memory over NVLink, as FP8MOE_EP=push needs."""
     if len(gpus) < 2:
         return
     pairs = list(permutations(gpus, 2))
-    apart = [f"GPU {a.ordinal} into that of GPU {b.ordinal}" for a, b in pairs if not a.reaches([b])]
-    slow = [f"GPU {a.ordinal} and GPU {b.ordinal}" for a, b in pairs if b.ordinal not in a.nvlinks]
+    apart = [f"GPU {a.ordinal} into that of GPU {b.ordinal}" for a, b in pairs if b.ordinal not in a.peers]
+    slow = [f"GPU {a.ordinal} and GPU {b.ordinal}" for a, b in pairs if not a.reaches([b])]
+    needed = "FP8MOE_EP=push needs this"
     if apart:
-        found = f"not every GPU can store into the memory of the others{_first(apart)}. FP8MOE_EP=push needs this"
+        found = f"not every GPU can store into the memory of the others{_first(apart)}. {needed}"
     elif slow:
-        found = f"each GPU can store into the memory of the others, but not over NVLink{_first(slow)}"
+        found = f"each GPU can store into the memory of the others, but not over NVLink{_first(slow)}. {needed}"
     else:
         found = "each GPU can store into the memory of the others, over NVLink"
     yield Finding(subject="GPU links", found=found, ok=None if apart or slow else True)

@@ -46,7 +46,8 @@ class Gpu(Fact):
     nvlinks: list[int] = []  # those of them that NVLink connects it with
 
     def reaches(self, gpus: list["Gpu"]) -> bool:
-        return all(gpu.ordinal in self.peers for gpu in gpus if gpu.ordinal != self.ordinal)
+        """Returns whether this GPU can store and add to the memory of others, as FP8MOE_EP=push needs."""
+        return all(gpu.ordinal in self.nvlinks for gpu in gpus if gpu.ordinal != self.ordinal)
 
 
 class Driver(Fact):

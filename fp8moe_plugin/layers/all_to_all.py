@@ -49,11 +49,11 @@ def place_refusal(places: Sequence[tuple[Hashable, Hashable]], reaches: Sequence
 
     Args:
         places: the host and the GPU of each rank.
-        reaches: whether a rank's GPU can store into the memory of the group's other GPUs on its host.
+        reaches: whether a rank's GPU can store, and add, to the memory of the group's other GPUs on its host.
     """
     hosts, gpus = zip(*places, strict=True)
     if len(set(hosts)) > 1:
         return "a group whose ranks are on several hosts"
     if len(set(gpus)) < len(gpus):
         return "a GPU that several ranks share"
-    return None if all(reaches) else "a GPU that cannot store into the memory of another one"
+    return None if all(reaches) else "a GPU that cannot store into the memory of another one over NVLink"

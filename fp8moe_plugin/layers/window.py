@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fp8moe_plugin.jit.driver import has_peer_atomics
 from fp8moe_plugin.layers.all_to_all import place_refusal
 from fp8moe_plugin.ops.window import Window, open_window
 from fp8moe_plugin.plan.gpu_tuning import GpuTuning
@@ -38,7 +39,7 @@ def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device, 
     visible = (torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count()))
     peers = [i for i, uuid in enumerate(visible) if str(uuid) in gpus and i != device.index]
     found: list[Any] = [None] * group.size()
-    reached = all(torch.cuda.can_device_access_peer(device, i) for i in peers)
+    reached = all(torch.cuda.can_device_access_peer(device, i) and has_peer_atomics(device.index, i) for i in peers)
     dist.all_gather_object(found, (reached, tuning), group)
     reaches, tunings = zip(*found, strict=True)
     if len(set(tunings)) > 1:

@@ -8,11 +8,12 @@ import torch
 
 from fp8moe_plugin.ops.push import push_moe
 from fp8moe_plugin.ops.window import Window, open_window
-from fp8moe_plugin.plan.sm90.push import window_layout
+from fp8moe_plugin.plan.sm90.push import HEADER_BYTES, window_layout
 from tests import helpers as h
 from tests.emulator.device import Device
 
 PATIENCE = 10**9  # steps of the emulator
+FIRST_COUNT = -3 * 2**16  # of blocks, three pushes before the counts of a window overflow
 TOPK, HIDDEN, INTERMEDIATE, EXPERTS_PER_RANK = 2, 256, 128, 2
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a call: tokens, router weights, ids
 
@@ -57,6 +58,8 @@ def open_group(first: Device, layer: h.Layer, ranks: int, rows: int, patience: i
     for rank, memory in enumerate(memories):
         lost = torch.zeros(1, dtype=torch.int32)
         window = open_window(memory, addresses, rank, rows, HIDDEN, TOPK, lost, patience)
+        words = memory[:HEADER_BYTES].view(torch.int32)
+        words[32] = words[33::32] = FIRST_COUNT  # `pushes` and `arrived`
         members.append(Rank(first.beside(rank), window, *dealt[rank]))
     return Group(members, owners)
 

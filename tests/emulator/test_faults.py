@@ -1248,30 +1248,49 @@ FAULTS = {
     ),
     "stores of a block are not ordered before its end": Fault(
         "ranks/window.cuh",
-        "count_in_system(&window->blocks_done)",
-        "atomicAdd(&window->blocks_done, 1)",
+        "add_release_system(count, ",
+        "atomicAdd(count, ",
         ranks_that_push,
         WRONG_RESULT,
     ),
     "a push does not wait for those of other ranks": Fault(
         "ranks/window.cuh",
-        "while (int(load_acquire_system(&window->arrived[rank]) - push) < 0)",
+        "while (int(load_acquire_system(window->arrived[rank]) - push) < 0)",
         "while (false)",
         ranks_that_push,
         WRONG_RESULT,
     ),
-    "a push takes the one before for its own": Fault(
-        "ranks/window.cuh", "push = window->pushes + 1;", "push = window->pushes;", ranks_that_push, WRONG_RESULT
-    ),
-    "lanes count a push that others have counted": Fault(
+    "a push waits for this rank alone": Fault(
         "ranks/window.cuh",
-        "    __syncwarp();  // all lanes have read `pushes`",
-        "",
+        "load_acquire_system(window->arrived[rank])",
+        "load_acquire_system(window->arrived[window->rank])",
+        ranks_that_push,
+        WRONG_RESULT,
+    ),
+    "a push takes the one before for its own": Fault(
+        "ranks/window.cuh", "push = window->pushes + kPush;", "push = window->pushes;", ranks_that_push, WRONG_RESULT
+    ),
+    "a block counts before all of its threads have stored": Fault(
+        "ranks/window.cuh", "    __syncthreads();\n    if (!count)", "    if (!count)", ranks_that_push, WRONG_RESULT
+    ),
+    "a push ends a block early": Fault(
+        "ranks/window.cuh", "kPush - (gridDim.x - 1)", "kPush - (gridDim.x - 2)", ranks_that_push, WRONG_RESULT
+    ),
+    "a push waits for a block that does not exist": Fault(
+        "ranks/window.cuh", "kPush - (gridDim.x - 1)", "kPush - gridDim.x", ranks_that_push, BEHIND
+    ),
+    "a push ends with its last block": Fault(
+        "ranks/window.cuh", "kPush - (gridDim.x - 1)", "kPush", ranks_that_push, WRONG_RESULT
+    ),
+    "a grid has more blocks than a push counts": Fault(
+        "ranks/window.cuh", "kPush = 1 << 16", "kPush = 1 << 1", ranks_that_push, WRONG_RESULT
+    ),
+    "a count that has overflowed is taken for a small one": Fault(
+        "ranks/window.cuh",
+        "int(load_acquire_system(window->arrived[rank]) - push) < 0",
+        "load_acquire_system(window->arrived[rank]) < push",
         ranks_that_push,
         f"{WRONG_RESULT}|{BEHIND}",
-    ),
-    "every block ends the push": Fault(
-        "ranks/window.cuh", "if (!last[0] || ", "if (", ranks_that_push, f"{WRONG_RESULT}|{BEHIND}"
     ),
     "tokens share the place of their scales": Fault(
         "push_tokens.cu",

@@ -31,6 +31,19 @@ def test_many_rows(emulator: Device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+def test_ranks_with_other_grids(emulator: Device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs of which some ranks use fewer multiprocessors."""
+
+    def beside(number: int) -> Device:
+        device = Device.beside(emulator, number)
+        device.multiprocessors -= number
+        return device
+
+    monkeypatch.setattr(emulator, "beside", beside)
+    assert run_calls(emulator, seed, [[20, 9], [1, 2], [8, 30]]) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("seed", [1, 2])
 def test_small_batches(emulator_runtime: ctypes.CDLL, kernels: Kernels, seed: int) -> None:
     emulator = Device(emulator_runtime, kernels, SMALL_BATCH_MULTIPROCESSORS)
     assert run_calls(emulator, seed, [[2, 1], [1, 2]]) <= MOST_ERROR

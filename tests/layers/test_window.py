@@ -28,7 +28,7 @@ def test_windows_are_found_inside_of_allocations(monkeypatch: pytest.MonkeyPatch
         ([("a", 0), ("a", 1)], [True, True], None),
         ([("a", 0), ("b", 1)], [True, True], "a group whose ranks are on several hosts"),
         ([("a", 0), ("a", 0)], [True, True], "a GPU that several ranks share"),
-        ([("a", 0), ("a", 1)], [True, False], "a GPU that cannot store into the memory of another one"),
+        ([("a", 0), ("a", 1)], [True, False], "a GPU that cannot store into the memory of another one over NVLink"),
     ],
 )
 def test_places_of_ranks_that_cannot_store(places: list[tuple[str, int]], reaches: list[bool], why: str | None) -> None:
@@ -40,9 +40,20 @@ def test_a_window_is_no_larger_than_its_limit() -> None:
     assert 0.99 * EP_WINDOW_BYTES < windows(8, 8192, 1, 7168, 8).nbytes <= EP_WINDOW_BYTES
 
 
-@pytest.mark.parametrize(("peers", "agree"), [(UNTUNED, True), (GpuTuning(small_batch_bytes=0), False)])
-def test_ranks_with_other_thresholds_do_not_push(
-    monkeypatch: pytest.MonkeyPatch, peers: GpuTuning, agree: bool
+THRESHOLDS = "a group whose ranks have different thresholds (FP8MOE_TUNING), and would choose other formats"
+PCIE = "a GPU that cannot store into the memory of another one over NVLink"
+
+
+@pytest.mark.parametrize(
+    ("peers", "atomics", "why"),
+    [
+        (UNTUNED, True, None),
+        (UNTUNED, False, PCIE),
+        (GpuTuning(small_batch_bytes=0), True, THRESHOLDS),
+    ],
+)
+def test_ranks_that_do_not_push(
+    monkeypatch: pytest.MonkeyPatch, peers: GpuTuning, atomics: bool, why: str | None
 ) -> None:
     def gather(found: list[Any], mine: tuple[Any, Any], group: object) -> None:
         found[:] = [mine, ("here", "1") if mine[0] == "here" else (True, peers)]
@@ -51,8 +62,8 @@ def test_ranks_with_other_thresholds_do_not_push(
     monkeypatch.setattr(window.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
+    monkeypatch.setattr(window, "has_peer_atomics", lambda device, peer: atomics and (device, peer) == (0, 1))
     gpu = lambda device: SimpleNamespace(uuid=getattr(device, "index", device))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpu)
     refusal = window.window_refusal(SimpleNamespace(size=lambda: 2), 7168, torch.device("cuda", 0), UNTUNED)
-    differ = "a group whose ranks have different thresholds (FP8MOE_TUNING), and would choose other formats"
-    assert refusal == (None if agree else differ)
+    assert refusal == why

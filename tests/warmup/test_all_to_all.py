@@ -133,12 +133,12 @@ APART = gpus({0: ([], []), 1: ([], [])})
         (
             PCIE,
             "       GPU links: each GPU can store into the memory of the others, but not over NVLink (GPU 0 and GPU 1",
-            None,
+            "a GPU that cannot store into the memory of another one over NVLink",
         ),
         (
             APART,
             "       GPU links: not every GPU can store into the memory of the others (GPU 0 into that of GPU 1 and 1",
-            "a GPU that cannot store into the memory of another one",
+            "a GPU that cannot store into the memory of another one over NVLink",
         ),
         (NVLINK[:1], "", "a group whose ranks are on several hosts"),
         (gpus({0: ([1], [1]), 1: ([0], [0])}, "triton"), "", "a device without our CUDA kernels"),
@@ -177,7 +177,7 @@ def test_doctor_checks_the_links_between_gpus(
 )
 def test_only_gpus_of_a_group_count(v3: Model, parallel: Parallel, others: list[str], used: str) -> None:
     reached = {0: [2, 1], 1: [0], 2: [0, 3], 3: [2]} if parallel.pp > 1 else {i: [*range(4)] for i in range(4)}
-    found = gpus({i: (peers, []) for i, peers in reached.items()})
+    found = gpus({i: (peers, peers) for i, peers in reached.items()})
     found += [gpu for backend in others for gpu in gpus({4: ([], [])}, backend)]
     with environment("FP8MOE_EP", "push"):
         report = all_to_all.all_to_all(v3, parallel, 64, found)

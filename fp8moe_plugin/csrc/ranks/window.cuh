@@ -9,6 +9,9 @@
 #include "device/common.cuh"
 #include "device/system.cuh"
 
+// What a rank's count of blocks grows by with each push. No grid has as many blocks.
+constexpr u32 kPush = 1 << 16;
+
 struct Window {  // at the start of each rank's window; written by the host, but for what kernels count
     u8* windows[MAX_RANKS];
     // Where the parts of each window begin, in bytes; N ranks have `rows` tokens each in a step, rows by rank and
@@ -21,9 +24,11 @@ struct Window {  // at the start of each rank's window; written by the host, but
     i64 patience;  // clock cycles that a push waits for another rank
     int* lost;     // in memory of the host: 1 + the rank that it has waited for in vain
     int rank, ranks;
-    u32 pushes;              // of this rank so far
-    int blocks_done;         // of the push that runs
-    u32 arrived[MAX_RANKS];  // pushes of each rank; written by that rank
+    u32 pushes;  // kPush for each that has ended on this rank
+    // kPush for each push of a rank; that rank adds to it. Each has a cache line of its own, so that blocks of one rank
+    // do not queue behind those of another.
+    static constexpr int kLine = 32;
+    u32 arrived[MAX_RANKS][kLine];
 
     template <class T>
     DEVICE T* in_window(int of, i64 part) const {
@@ -40,22 +45,28 @@ DEVICE void give_up(const Window& window, int lost) {
     __trap();
 }
 
-// Ends a push, by all threads of all blocks: in the last of them once the pushes of all ranks have arrived.
+// Ends a push, by all threads of all blocks. Each block counts itself on every rank, the last one with what is missing
+// to kPush: so no rank needs to know the grids of others, which may differ from push to push.
+//
+// The last block waits until the pushes of all ranks have arrived here. All others have started before it and end
+// without waiting, so they need no room that it takes.
 DEVICE void finish_push(Window* window) {
-    __shared__ int last[1];
-    __syncthreads();
-    if (threadIdx.x == 0) last[0] = count_in_system(&window->blocks_done) == int(gridDim.x) - 1;
-    __syncthreads();
-    if (!last[0] || threadIdx.x >= kWarp) return;
-    const u32 push = window->pushes + 1;
-    if (const int rank = threadIdx.x; rank < window->ranks) {
-        store_release_system(&window->in_window<Window>(rank, 0)->arrived[window->rank], push);
-        const i64 begin = clock64();
-        while (int(load_acquire_system(&window->arrived[rank]) - push) < 0)
-            if (clock64() - begin > window->patience) give_up(*window, rank);
+    const bool last = blockIdx.x == gridDim.x - 1;
+    const int rank = threadIdx.x;
+    u32* count = nullptr;
+    u32 push = 0;
+    i64 patience = 0;
+    if (rank < window->ranks) {  // loaded here, as loads behind a fence or an acquire begin late
+        count = window->in_window<Window>(rank, 0)->arrived[window->rank];
+        push = window->pushes + kPush;
+        patience = window->patience;
     }
-    __syncwarp();  // all lanes have read `pushes`
-    if (threadIdx.x > 0) return;
-    window->pushes = push;
-    window->blocks_done = 0;
+    __syncthreads();
+    if (!count) return;
+    add_release_system(count, last ? kPush - (gridDim.x - 1) : 1);
+    if (!last) return;
+    const i64 begin = clock64();
+    while (int(load_acquire_system(window->arrived[rank]) - push) < 0)
+        if (clock64() - begin > patience) give_up(*window, rank);
+    if (rank == 0) window->pushes = push;
 }

@@ -102,14 +102,9 @@ inline void ld_acquire_sys_global_u32(u32& to, const u32* from) {
     emu::poll();
     to = *from;
 }
-inline void st_release_sys_global_u32(u32* to, u32 value) {
+inline void red_release_sys_global_add_u32(u32* to, u32 value) {
     emu::fence_system();
-    *to = value;
-    emu::step();
-}
-inline void atom_acq_rel_sys_global_add_s32(int& before, int* to, int value) {
-    emu::fence_system();
-    before = atomicAdd(to, value);
+    atomicAdd(to, value);
 }
 inline void fence_acq_rel_sys() { emu::fence_system(); }
 inline void st_relaxed_sys_global_u32(u32* to, u32 a) { emu::store_to_peer(to, &a, 4); }
