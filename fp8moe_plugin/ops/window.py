@@ -9,9 +9,9 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.plan.sm90.catalog import MAX_RANKS
-from fp8moe_plugin.plan.sm90.push import HEADER_BYTES, WindowLayout, push_refusal, window_layout
+from fp8moe_plugin.plan.sm90.push import FEW_BLOCKS, HEADER_BYTES, WindowLayout, push_refusal, window_layout
 
-HEADER = struct.Struct(f"{MAX_RANKS}q7q2iI{128 * MAX_RANKS}x")  # `Window` in csrc/ranks/window.cuh
+HEADER = struct.Struct(f"{MAX_RANKS}q7q3i2I{128 * MAX_RANKS}x")  # `Window` in csrc/ranks/window.cuh
 assert HEADER.size == HEADER_BYTES
 
 
@@ -63,6 +63,6 @@ def open_window(
         raise InvalidInputError(f"The window has {memory.numel()} bytes, needs {layout.nbytes}.")
     parts = layout.tokens, layout.scales, layout.ids, layout.weights, layout.sums
     windows = (*addresses, *(0,) * (MAX_RANKS - ranks))
-    header = HEADER.pack(*windows, *parts, patience, lost.data_ptr(), rank, ranks, 0)
+    header = HEADER.pack(*windows, *parts, patience, lost.data_ptr(), rank, ranks, FEW_BLOCKS, 0, 0)
     memory[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     return Window(memory, lost, ranks, rows, hidden, topk)

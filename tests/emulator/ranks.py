@@ -8,7 +8,7 @@ import torch
 
 from fp8moe_plugin.ops.push import push_moe
 from fp8moe_plugin.ops.window import Window, open_window
-from fp8moe_plugin.plan.sm90.push import HEADER_BYTES, window_layout
+from fp8moe_plugin.plan.sm90.push import FEW_BLOCKS, HEADER_BYTES, window_layout
 from tests import helpers as h
 from tests.emulator.device import Device
 
@@ -43,7 +43,9 @@ class Group:
         self.ranks[0].device.run(seed)
 
 
-def open_group(first: Device, layer: h.Layer, ranks: int, rows: int, patience: int = PATIENCE) -> Group:
+def open_group(
+    first: Device, layer: h.Layer, ranks: int, rows: int, patience: int = PATIENCE, few_blocks: int = FEW_BLOCKS
+) -> Group:
     """Returns a group to which the experts are dealt out in turn.
 
     Args:
@@ -59,22 +61,25 @@ def open_group(first: Device, layer: h.Layer, ranks: int, rows: int, patience: i
         lost = torch.zeros(1, dtype=torch.int32)
         window = open_window(memory, addresses, rank, rows, HIDDEN, TOPK, lost, patience)
         words = memory[:HEADER_BYTES].view(torch.int32)
-        words[32] = words[33::32] = FIRST_COUNT  # `pushes` and `arrived`
+        words[32], words[33], words[35::32] = few_blocks, FIRST_COUNT, FIRST_COUNT  # also `pushes` and `arrived`
         members.append(Rank(first.beside(rank), window, *dealt[rank]))
     return Group(members, owners)
 
 
-def run_calls(first: Device, seed: int, calls: list[list[int]], inputs: int | None = None) -> float:
+def run_calls(
+    first: Device, seed: int, calls: list[list[int]], inputs: int | None = None, few_blocks: int = FEW_BLOCKS
+) -> float:
     """Returns the largest relative L2 error of a rank's result in calls behind each other.
 
     Args:
         calls: for each the number of tokens of each rank. A rank with as many as in the call before takes its result.
         inputs: seed of tokens, weights and ids; None: `seed`.
+        few_blocks: of the windows.
     """
     gen, ranks = h.seeded(seed if inputs is None else inputs, torch.device("cpu")), len(calls[0])
     experts = EXPERTS_PER_RANK * ranks
     layer = h.random_layer(gen, experts, HIDDEN, INTERMEDIATE)
-    group = open_group(first, layer, ranks, max(map(max, calls)))
+    group = open_group(first, layer, ranks, max(map(max, calls)), few_blocks=few_blocks)
 
     def draw(tokens: int) -> Inputs:
         return h.random_tokens(gen, tokens, HIDDEN), *h.random_routing(gen, "some_missing", tokens, TOPK, experts)

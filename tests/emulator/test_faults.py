@@ -141,6 +141,11 @@ def ranks_that_push(emulator: Device, seed: int) -> None:
     assert error <= MOST_ERROR, WRONG_RESULT
 
 
+def ranks_with_many_blocks(emulator: Device, seed: int) -> None:
+    """Of which the last counts for all."""
+    assert run_calls(emulator, seed, [[3, 2], [2, 2], [1, 3]], inputs=0, few_blocks=0) <= MOST_ERROR, WRONG_RESULT
+
+
 def ranks_with_many_tokens(emulator: Device, seed: int) -> None:
     """More tokens than blocks."""
     assert run_calls(emulator, seed, [[30, 30]], inputs=0) <= MOST_ERROR, WRONG_RESULT
@@ -375,6 +380,7 @@ KERNELS = {  # to be compiled ahead
         grouped_gemm_key(Output.BF16),
     ),
     ranks_that_push: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
+    ranks_with_many_blocks: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
     ranks_with_many_tokens: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
     packed_layer: PACKED,
     packed_many_rows: PACKED_MANY,
@@ -1245,6 +1251,19 @@ FAULTS = {
         "begin < 1; begin += kAtOnce",
         biases.small_batch,
         "AssertionError",
+    ),
+    "stores of a block are not ordered before its end, if another one counts for it": Fault(
+        "ranks/window.cuh",
+        "count_in_system(&window->blocks_done)",
+        "atomicAdd(&window->blocks_done, 1)",
+        ranks_with_many_blocks,
+        WRONG_RESULT,
+    ),
+    "every block counts for all": Fault(
+        "ranks/window.cuh", "        if (!last) return;\n", "", ranks_with_many_blocks, f"{WRONG_RESULT}|{BEHIND}"
+    ),
+    "blocks are counted on from the push before": Fault(
+        "ranks/window.cuh", "    window->blocks_done = 0;\n", "", ranks_with_many_blocks, BEHIND
     ),
     "stores of a block are not ordered before its end": Fault(
         "ranks/window.cuh",

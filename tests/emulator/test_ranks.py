@@ -31,6 +31,12 @@ def test_many_rows(emulator: Device, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+def test_more_blocks_than_count_themselves_on_all_ranks(emulator: Device, seed: int) -> None:
+    """In some of the pushes."""
+    assert run_calls(emulator, seed, [[5, 3], [1, 2], [7, 9]], few_blocks=4) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("seed", [1, 2])
 def test_ranks_with_other_grids(emulator: Device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs of which some ranks use fewer multiprocessors."""
 

@@ -16,6 +16,13 @@ DEVICE void store_to_peer(uint4* to, uint4 v) {
 
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// Adds 1 to a counter and returns what it was. What this thread and those that it has met did before comes before what
+// a thread does that counts later.
+DEVICE int count_in_system(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.sys.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
 // What this thread and those that it has met did before comes before what a thread does that has loaded the sum.
 DEVICE void add_release_system(u32* to, u32 value) {
     asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");

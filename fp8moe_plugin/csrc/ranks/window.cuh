@@ -24,7 +24,9 @@ struct Window {  // at the start of each rank's window; written by the host, but
     i64 patience;  // clock cycles that a push waits for another rank
     int* lost;     // in memory of the host: 1 + the rank that it has waited for in vain
     int rank, ranks;
-    u32 pushes;  // kPush for each that has ended on this rank
+    int few_blocks;   // up to these, each block counts itself on all ranks
+    u32 pushes;       // kPush for each that has ended on this rank
+    int blocks_done;  // of the push that runs, if it has many
     // kPush for each push of a rank; that rank adds to it. Each has a cache line of its own, so that blocks of one rank
     // do not queue behind those of another.
     static constexpr int kLine = 32;
@@ -46,13 +48,16 @@ DEVICE void give_up(const Window& window, int lost) {
 }
 
 // Ends a push, by all threads of all blocks. Each block counts itself on every rank, the last one with what is missing
-// to kPush: so no rank needs to know the grids of others, which may differ from push to push.
+// to kPush: so no rank needs to know the grids of others, which may differ from push to push. Many blocks would queue
+// there: they count here, and the last to do so counts for all of them.
 //
 // The last block waits until the pushes of all ranks have arrived here. All others have started before it and end
 // without waiting, so they need no room that it takes.
 DEVICE void finish_push(Window* window) {
-    const bool last = blockIdx.x == gridDim.x - 1;
+    bool last = blockIdx.x == gridDim.x - 1;
+    u32 counted = last ? kPush - (gridDim.x - 1) : 1;
     const int rank = threadIdx.x;
+    const bool many = int(gridDim.x) > window->few_blocks;
     u32* count = nullptr;
     u32 push = 0;
     i64 patience = 0;
@@ -62,11 +67,21 @@ DEVICE void finish_push(Window* window) {
         patience = window->patience;
     }
     __syncthreads();
+    if (many) {
+        __shared__ int before[1];
+        if (threadIdx.x == 0) before[0] = count_in_system(&window->blocks_done);
+        __syncthreads();
+        last = before[0] == int(gridDim.x) - 1;
+        if (!last) return;
+        counted = kPush;
+    }
     if (!count) return;
-    add_release_system(count, last ? kPush - (gridDim.x - 1) : 1);
+    add_release_system(count, counted);
     if (!last) return;
     const i64 begin = clock64();
     while (int(load_acquire_system(window->arrived[rank]) - push) < 0)
         if (clock64() - begin > patience) give_up(*window, rank);
-    if (rank == 0) window->pushes = push;
+    if (rank != 0) return;
+    window->pushes = push;
+    window->blocks_done = 0;
 }

@@ -25,8 +25,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
 from fp8moe_plugin.plan.spec import LayerSpec
 
-HEADER_BYTES = 8 * (MAX_RANKS + 7) + 4 * 3 + 128 * MAX_RANKS  # of `Window` in csrc/ranks/window.cuh
+HEADER_BYTES = 8 * (MAX_RANKS + 7) + 4 * 5 + 128 * MAX_RANKS  # of `Window` in csrc/ranks/window.cuh
 TOKEN_BLOCKS, SUM_BLOCKS = 2, 10  # most blocks per multiprocessor of push_tokens and push_sums: one wave
+FEW_BLOCKS = 256  # in one push, up to which each counts itself on all ranks: more would queue there
 
 
 class WindowLayout(NamedTuple):

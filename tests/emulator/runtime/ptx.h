@@ -102,6 +102,10 @@ inline void ld_acquire_sys_global_u32(u32& to, const u32* from) {
     emu::poll();
     to = *from;
 }
+inline void atom_acq_rel_sys_global_add_s32(int& before, int* to, int value) {
+    emu::fence_system();
+    before = atomicAdd(to, value);
+}
 inline void red_release_sys_global_add_u32(u32* to, u32 value) {
     emu::fence_system();
     atomicAdd(to, value);
