@@ -1263,7 +1263,7 @@ FAULTS = {
         "ranks/window.cuh", "        if (!last) return;\n", "", ranks_with_many_blocks, f"{WRONG_RESULT}|{BEHIND}"
     ),
     "blocks are counted on from the push before": Fault(
-        "ranks/window.cuh", "    window->blocks_done = 0;\n", "", ranks_with_many_blocks, BEHIND
+        "ranks/window.cuh", "    window->blocks_done = 0;\n", "", ranks_with_many_blocks, WRONG_RESULT
     ),
     "stores of a block are not ordered before its end": Fault(
         "ranks/window.cuh",
@@ -1290,7 +1290,7 @@ FAULTS = {
         "ranks/window.cuh", "push = window->pushes + kPush;", "push = window->pushes;", ranks_that_push, WRONG_RESULT
     ),
     "a block counts before all of its threads have stored": Fault(
-        "ranks/window.cuh", "    __syncthreads();\n    if (!count)", "    if (!count)", ranks_that_push, WRONG_RESULT
+        "ranks/window.cuh", "    __syncthreads();\n    if (many)", "    if (many)", ranks_that_push, WRONG_RESULT
     ),
     "a push ends a block early": Fault(
         "ranks/window.cuh", "kPush - (gridDim.x - 1)", "kPush - (gridDim.x - 2)", ranks_that_push, WRONG_RESULT
