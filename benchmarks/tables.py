@@ -395,7 +395,11 @@ TABLES = {
     "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
     "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
     "requests-qwen3-48": Table(("bench_serve-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
+    "requests-qwen3-48-dp4": Table(("bench_serve-qwen3-48-dp4-2026-11-27",), partial(requests, model="qwen3-48")),
     "requests-gpt-oss-20b": Table(("bench_serve-gpt-oss-20b-2026-11-27",), partial(requests, model="gpt-oss-20b")),
+    "requests-gpt-oss-20b-decode": Table(
+        ("bench_serve-gpt-oss-20b-decode-2026-11-27",), partial(requests, model="gpt-oss-20b")
+    ),
     "sglang-layer": Table(("sglang_layer-2026-11-24",), sglang_layer),
     "sglang-engines-qwen3": Table(("sglang_e2e-2026-11-25",), partial(engines, model="qwen3-24layer")),
     "sglang-engines-dsv3": Table(("sglang_e2e-dsv3-2026-11-25",), partial(engines, model="dsv3-5layer")),
