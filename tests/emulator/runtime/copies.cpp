@@ -85,49 +85,59 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
     });
 }
 
-// ---- stores: their box is read first, and written later ----
+// ---- stores: their chunks are read first, and written later ----
 
 struct Store {
     Fiber& fiber;
     std::shared_ptr<StoreGroup> group;
-    TensorMap map;
-    Coordinates begin;
-    u32 from;
-    std::vector<u8> box;
+    std::vector<std::pair<u8*, u32>> chunks;  // where each is written, null for nowhere, and read
+    std::vector<u8> values;
 
     bool complete() {
-        bool reads = box.empty();
+        bool reads = values.empty();
         reads ? read() : write();
         wake(fiber, Wait::kBulkStores);
         return !reads;
     }
     void read() {
         Cta& cta = *fiber.cta;
-        each_chunk(map, from, begin, [&](const u8*, u32 address) {
-            check_fenced(cta, address, "a TMA store");
-            box.insert(box.end(), cta.shared + address, cta.shared + address + kChunk);
-        });
+        for (auto [to, from] : chunks) {
+            check_fenced(cta, from, "a TMA store");
+            values.insert(values.end(), cta.shared + from, cta.shared + from + kChunk);
+        }
         --cta.copies;
         --group->reads;
     }
     void write() {
-        const u8* chunk = box.data();
-        each_chunk(map, from, begin, [&](u8* to, u32) {
+        const u8* chunk = values.data();
+        for (auto [to, from] : chunks) {
             if (to) check_memory(to, kChunk, "TMA store"), memcpy(to, chunk, kChunk);
             chunk += kChunk;
-        });
+        }
         --group->writes;
     }
 };
 
-void tma_store(const void* map_address, Coordinates begin, u32 from) {
-    step();
+static void start(std::vector<std::pair<u8*, u32>> chunks) {
     Fiber& fiber = *self();
-    TensorMap map = map_at(map_address, begin, from);
     ++fiber.cta->copies;
     ++fiber.open_group->reads;
     ++fiber.open_group->writes;
-    later([store = Store{fiber, fiber.open_group, map, begin, from, {}}]() mutable { return store.complete(); });
+    later([store = Store{fiber, fiber.open_group, std::move(chunks), {}}]() mutable { return store.complete(); });
+}
+void tma_store(const void* map_address, Coordinates begin, u32 from) {
+    step();
+    std::vector<std::pair<u8*, u32>> chunks;
+    each_chunk(map_at(map_address, begin, from), from, begin, [&](u8* to, u32 at) { chunks.emplace_back(to, at); });
+    start(std::move(chunks));
+}
+void bulk_store(void* to, u32 from, u32 bytes) {
+    step();
+    if (from % 16 || bytes % 16 || uintptr_t(to) % 16) fail("bulk copy of %u bytes from %u: not aligned", bytes, from);
+    shared_of(*self()->cta, from, bytes);
+    std::vector<std::pair<u8*, u32>> chunks;
+    for (u32 at = 0; at < bytes; at += kChunk) chunks.emplace_back(static_cast<u8*>(to) + at, from + at);
+    start(std::move(chunks));
 }
 void bulk_commit() {
     step();
