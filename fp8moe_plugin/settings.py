@@ -47,8 +47,8 @@ class Settings(BaseModel):
     ep: Literal["engine", "push"] = Field(
         "engine",
         description="Under vLLM with expert and data parallelism on one host, how tokens reach the experts of other "
-        "GPUs. `engine`: by vLLM's all-to-all. `push`: our kernels store tokens and sums into the memory of the other "
-        "GPUs, over NVLink. Experimental.",
+        "GPUs. `engine`: by vLLM's all-to-all. `push`: our kernels store tokens and results into the memory of the "
+        "other GPUs, over NVLink. Experimental.",
     )
     fallback: Literal["allow", "forbid"] = Field(
         "allow",

@@ -25,9 +25,11 @@ from fp8moe_plugin.launches.sm90 import Sm90
 from fp8moe_plugin.launches.sm90.gemm import dense_launches
 from fp8moe_plugin.launches.sm90.layer import layer_launches
 from fp8moe_plugin.ops import devices, reference
+from fp8moe_plugin.ops import push as push_op
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.parameters import ARGUMENTS
+from fp8moe_plugin.plan.sm90 import push
 from fp8moe_plugin.plan.sm90.catalog import dense_variant
 from fp8moe_plugin.plan.sm90.dense import DensePlan, many_rows, tiled
 from fp8moe_plugin.plan.sm90.layer import (
@@ -284,6 +286,15 @@ class Recorder:
 def serve(patch: pytest.MonkeyPatch, device: devices.Device) -> None:
     """Ops on any tensor launch on this device."""
     patch.setattr(devices, "device_of", lambda tensor: device)
+
+
+@contextmanager
+def rows_pushed_from(ranks: int) -> Iterator[None]:
+    """Steps of that many ranks or more may push rows of GEMM 2 in place of sums."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(push, "PUSHED_ROWS_RANKS_FROM", ranks)
+        patch.setattr(push_op, "plan_push", functools.cache(push.plan_push.__wrapped__))  # its cache has other plans
+        yield
 
 
 def layer_spec(ue8m0: bool = False, weights: WeightFormat = FP8_BLOCK, activation: Activation = SILU) -> LayerSpec:

@@ -50,7 +50,8 @@ def all_to_all(model: Model, parallel: Parallel, step: int, gpus: list[Gpu] | No
     if refusal := _refusal(model, parallel, gpus or []):
         kept = [f"{vllm_keeps_its_own(refusal)}."] if wanted == "push" else []
         return AllToAllReport(used="engine", why=" ".join([*kept, gathered]))
-    found = windows(parallel.ranks, step, parallel.tp, model.experts.hidden, model.experts.topk)
+    experts = model.experts
+    found = windows(parallel.ranks, step, parallel.tp, experts.hidden, experts.topk, experts.experts)
     pushed = f"{found}. {SPLIT_TOKENS}" if parallel.tp > 1 else f"{found}."
     why = f"FP8MOE_EP=push: {pushed}" if wanted == "push" else f"{gathered} With FP8MOE_EP=push, {pushed}"
     return AllToAllReport(used=wanted, why=why, window_bytes=found.nbytes, window_rows=found.rows)

@@ -115,7 +115,7 @@ class Layer:
         tuning = kernels_backend(self.owners).tuning
         if refusal := window_refusal(group.cpu, experts.hidden, group.device, tuning):
             raise UnsupportedError(f"push needs GPUs that reach each other's memory. There is {refusal}.")
-        sizes = self._most_rows, experts.hidden, experts.topk
+        sizes = self._most_rows, experts.hidden, experts.topk, experts.experts
         return open_group_window(dist.group.WORLD, group.cpu, *sizes, group.device, PATIENCE_S)
 
     def random_batch(self, tokens: int, seed: int) -> Batch:

@@ -12,7 +12,7 @@ Each rank has an equal share of the experts, and the same number of tokens. The 
 | `layer`    | none: the tokens of all ranks were gathered before       | none                                       |
 | `nccl`     | all-gather of BF16 tokens, as by vLLM's default          | reduce-scatter in BF16                     |
 | `nccl_fp8` | all-gather of e4m3 tokens and their scales               | reduce-scatter in BF16                     |
-| `push`     | ranks store tokens into each other's windows             | ranks store BF16 sums, added up in float32 |
+| `push`     | ranks store tokens into each other's windows             | ranks store BF16 sums or rows, added up    |
 | `peers`    | as the library does it, see `benchmarks.layer.ep_peers`  | the same                                   |
 
 `*_comm` is dispatch and combine of the column alone. A column that fails has its error in place of a time.

@@ -12,6 +12,9 @@
 //
 // DECODED: as in gate_up.cu.
 //
+// PUSHED, of OUTPUT_BF16: rows go to the windows of their tokens' ranks, see window.cuh. The push ends after this
+// kernel: push_sums does nothing else then.
+//
 // In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of BLOCK_N rows of weights, or their
 //       chunks
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride, plus expert * a_scale_expert_stride
@@ -22,9 +25,10 @@
 //       done_counters  as the second GEMM of the experts it shares the table and these with gate_up.cu, and may start
 //                 while that still runs (PDL); null: it waits for the previous kernel, which may make the table
 // Out:  d         bfloat16 or float32 [rows, N], see OUTPUT; d_map stores it for OUTPUT_BF16
+//       PUSHED: d is this rank's window, c int32 [rows], the pair of each row, m the number of pairs of all ranks
 //
 // Grid: any number of thread blocks, one per SM, which take tiles from the queue.
-#include "epilogue/store_rows.cuh"
+#include "epilogue/result.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/row_tile.cuh"
@@ -42,8 +46,8 @@ using Accumulator = Fragment<kHalfN>;
 // The staging area holds 64 rows of each warpgroup and part of 64 columns, then the tails.
 #ifdef DECODED
 static_assert(kHalves == 2 && !KEEP_B && OUTPUT == OUTPUT_BF16, "packed weights have one kernel");
-constexpr int kStagedHalves = 1;                                // at once: stages of chunks leave no room for two
-constexpr int kStagedRows = kStagedHalves * kStagedRowsOfHalf;  // of a warpgroup
+constexpr int kStagedHalves = 1;  // at once: stages of chunks leave no room for two
+constexpr int kStagedRows = staged_rows(kStagedHalves * kStagedRowsOfHalf);  // of a warpgroup
 constexpr int kChunkStages = 5;
 constexpr int kFullArrivals = 2 + kDecoderWarps;  // of a stage: the announced bytes, the scales, the decoded weights
 using SharedMemory =
@@ -51,7 +55,7 @@ using SharedMemory =
                          StagedBiases<kMathWarpgroups * BLOCK_N>>;
 #else
 constexpr int kStagedHalves = kHalves;
-constexpr int kStagedRows = kStagedHalves * kStagedRowsOfHalf;  // of a warpgroup
+constexpr int kStagedRows = staged_rows(kStagedHalves * kStagedRowsOfHalf);  // of a warpgroup
 constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the copied weight scales
 using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalves * kTailRows),
                                    StagedRowScales<kMathWarpgroups * BLOCK_N>, StagedBiases<kMathWarpgroups * BLOCK_N>>;
@@ -59,14 +63,6 @@ using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalv
 constexpr int kStages = SharedMemory::kStages;
 static_assert(!(kScalesOfRows || kBias) || OUTPUT == OUTPUT_BF16,
               "stores from registers have no barrier between tiles");
-
-struct Result {
-    const TensorMap* map;
-    void* d;
-    const void* c;
-    int n;
-    const float* bias;
-};
 
 using TileRings = Rings<kStages, KEEP_B>;
 
@@ -205,14 +201,18 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     int column = tile.column * BLOCK_N + first_half * kHalfN;
     constexpr bool kFloat = OUTPUT == OUTPUT_F32_DIRECT;
+    constexpr int kAtOnce = kCount < kStagedHalves ? kCount : kStagedHalves;
+#ifdef PUSHED
+    push_staged<kStagedHalves, kAtOnce>(shared, warpgroup * kStagedRows, out.rows(), row, rows, column, sum);
+#else
     if (OUTPUT == OUTPUT_BF16)
-        store_staged<(kCount < kStagedHalves ? kCount : kStagedHalves)>(shared, warpgroup * kStagedRows, out.map,
-                                                                        static_cast<u16*>(out.d), out.n, row, rows,
-                                                                        column, warpgroup, sum);
+        store_staged<kAtOnce>(shared, warpgroup * kStagedRows, out.map, static_cast<u16*>(out.d), out.n, row, rows,
+                              column, warpgroup, sum);
     else
 #pragma unroll
         for (int half = 0; half < kCount; ++half)
             store_direct<kFloat>(out.d, out.c, out.n, row, rows, column + half * kHalfN, sum[half]);
+#endif
     if (!kHasTail) return;
     row = tile.row + kBlockM, rows = tile.rows - kBlockM, column += warpgroup * kWarpgroupM;
 #pragma unroll
@@ -220,7 +220,7 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
         if (OUTPUT == OUTPUT_BF16)
             store_transposed<kTailRows>(
                 shared.staging(kMathWarpgroups * kStagedRows + (warpgroup * kHalves + half) * kTailRows), warpgroup,
-                static_cast<u16*>(out.d), out.n, row, rows, column + half * kHalfN, tail[half]);
+                [&](int token) { return out.row(row + token); }, out.n, rows, column + half * kHalfN, tail[half]);
         else
             store_tail_direct<kFloat>(out.d, out.c, out.n, row, rows, column + half * kHalfN, tail[half]);
     }
@@ -277,13 +277,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #endif
     } else {
         increase_registers<kMathRegisters>();
-        Result out{&d_map, d, c, n, bias};
+        Result out{&d_map, d, c, m, n, bias};
         while (true) {
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             Tile tile = published_tile(shared.tile(rings.tokens.stage));
             if (tile.rows == 0) break;
             compute_tile(shared, rings, in, out, tile, warpgroup);
         }
-        if (threadIdx.x % kWarpgroup == 0) tma_store_wait();
+        if (threadIdx.x % kWarpgroup < storing_threads()) tma_store_wait();
     }
 }

@@ -166,7 +166,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
                                  sum);
         scales.scale(sum);
         biases.add_to(sum);
-        store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, d, in.n, tile.row, tile.rows,
+        auto row_of = [&](int token) { return d + i64(tile.row + token) * in.n; };
+        store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, row_of, in.n, tile.rows,
                                   column * kBlockN + warpgroup * kWarpgroupN, sum[0]);
     }
 }

@@ -1,5 +1,6 @@
 """Whether windows (FP8MOE_EP=push) are used, and their sizes: for engines and `fp8moe-warmup`. Needs no torch."""
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -33,15 +34,19 @@ class Windows(NamedTuple):
         )
 
 
-def windows(ranks: int, step: int, sharing: int, hidden: int, topk: int) -> Windows:
+def windows(ranks: int, step: int, sharing: int, hidden: int, topk: int, experts: int) -> Windows:
     """Returns the windows of a group: with room for all steps, unless EP_WINDOW_BYTES do not suffice for that.
 
     Args:
         step: tokens of the longest step, which `sharing` ranks share.
+        experts: of all ranks.
     """
-    most = ceil_div(step, sharing)
-    rows = min(most, most * EP_WINDOW_BYTES // window_layout(ranks, most, hidden, topk).nbytes)
-    return Windows(ranks, rows, window_layout(ranks, rows, hidden, topk).nbytes)
+
+    def nbytes(rows: int) -> int:
+        return window_layout(ranks, rows, hidden, topk, experts).nbytes
+
+    rows = bisect_right(range(1, ceil_div(step, sharing) + 1), EP_WINDOW_BYTES, key=nbytes)
+    return Windows(ranks, rows, nbytes(rows))
 
 
 def place_refusal(places: Sequence[tuple[Hashable, Hashable]], reaches: Sequence[bool]) -> str | None:

@@ -53,6 +53,7 @@ def open_group_window(
     rows: int,
     hidden: int,
     topk: int,
+    experts: int,
     device: torch.device,
     patience_s: int = PATIENCE_S,
 ) -> Window:
@@ -60,19 +61,18 @@ def open_group_window(
 
     Args:
         group, cpu_group: the same ranks by NCCL and by gloo.
-        rows, hidden, topk: see `Window`.
+        rows, hidden, topk, experts: see `Window`.
         patience_s: how long a kernel waits for another rank.
     """
     import torch.distributed._symmetric_memory as symmetric_memory  # needs a torch with CUDA
 
-    memory = symmetric_memory.empty(
-        window_layout(group.size(), rows, hidden, topk).nbytes, dtype=torch.uint8, device=device
-    )
+    nbytes = window_layout(group.size(), rows, hidden, topk, experts).nbytes
+    memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     shared = symmetric_memory.rendezvous(memory, group).buffer_ptrs
     addresses = window_addresses(memory, shared, group.rank(), cpu_group)
     lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     patience = int(patience_s * CLOCK_HZ)
-    window = open_window(memory, addresses, group.rank(), rows, hidden, topk, lost, patience)
+    window = open_window(memory, addresses, group.rank(), rows, hidden, topk, experts, lost, patience)
     torch.cuda.synchronize(device)
     dist.barrier(cpu_group)
     threading.Thread(target=_watch, args=(lost, patience_s), name="fp8moe-window", daemon=True).start()

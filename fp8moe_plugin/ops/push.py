@@ -56,11 +56,12 @@ def push_moe(
         expert_map: int32 `[global experts]`, the local expert or -1: an expert is on the rank that `owners` names.
             No rank has more than its share of the experts, rounded up.
         hidden_states, w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, w13_bias, w2_bias, weights, activation,
-        ue8m0, routed_scale, out: as for `fused_moe`, of this rank. H and k are the window's.
+        ue8m0, routed_scale, out: as for `fused_moe`, of this rank. H, k and the number of experts are the window's.
     Returns:
         bfloat16 `[T, H]`: the sum of each rank's share, which is rounded to bfloat16, in float32 and in the order of
-        the ranks. Captures in a CUDA graph; graphs of any number of rows may be replayed in any order, if all ranks
-        replay the same. Only CUDA kernels compute it.
+        the ranks. In long steps of 4 ranks or more, it is the sum of `fused_moe`: GEMM 2 `pushes_rows` then. Captures
+        in a CUDA graph; graphs of any number of rows may be replayed in any order, if all ranks replay the same. Only
+        CUDA kernels compute it.
     Raises:
         InvalidInputError: as `fused_moe`; or the sizes do not match the window's.
         UnsupportedError: no SM90 kernels serve this device.
@@ -102,10 +103,10 @@ def _check_group(facts: LayerFacts, window: Window, owners: torch.Tensor, rows: 
             f"This rank has {local} of {experts} experts, may have {most}: the {window.ranks} ranks need equal shares, "
             "up to one expert."
         )
-    if (hidden, topk) != (window.hidden, window.topk):
+    if (hidden, topk, experts) != (window.hidden, window.topk, window.experts):
         raise InvalidInputError(
-            f"The window is for {window.hidden} channels and {window.topk} experts per token, the call has {hidden} "
-            f"and {topk}. Open a window for each kind of layer."
+            f"The window is for {window.hidden} channels and {window.topk} of {window.experts} experts per token, the "
+            f"call has {hidden} and {topk} of {experts}. Open a window for each kind of layer."
         )
     if not max(facts.tokens, 1) <= rows <= window.rows:
         raise InvalidInputError(

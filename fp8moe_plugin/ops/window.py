@@ -28,10 +28,11 @@ class Window:
     rows: int  # most tokens of a rank in a step
     hidden: int
     topk: int
+    experts: int  # of all ranks
 
     @functools.cached_property
     def layout(self) -> WindowLayout:
-        return window_layout(self.ranks, self.rows, self.hidden, self.topk)
+        return window_layout(self.ranks, self.rows, self.hidden, self.topk, self.experts)
 
 
 def open_window(
@@ -41,6 +42,7 @@ def open_window(
     rows: int,
     hidden: int,
     topk: int,
+    experts: int,
     lost: torch.Tensor,
     patience: int,
 ) -> Window:
@@ -49,7 +51,7 @@ def open_window(
     Args:
         memory: uint8, `window_layout(..).nbytes` bytes.
         addresses: of the memory of each rank's window, as this rank sees it.
-        rows: most tokens of a rank in a step; the same on all ranks, as hidden and topk.
+        rows: most tokens of a rank in a step; the same on all ranks, as hidden, topk and experts.
         lost: int32 `[1]`, zero, which the GPU can write to: pinned memory of the host.
         patience: clock cycles that a kernel waits for another rank before it ends all work on the GPU with an error.
     Raises:
@@ -58,11 +60,11 @@ def open_window(
     ranks = len(addresses)
     if refusal := push_refusal(ranks, hidden):
         raise InvalidInputError(f"There is {refusal}. Use the engine's own all-to-all.")
-    layout = window_layout(ranks, rows, hidden, topk)
+    layout = window_layout(ranks, rows, hidden, topk, experts)
     if memory.numel() < layout.nbytes:
         raise InvalidInputError(f"The window has {memory.numel()} bytes, needs {layout.nbytes}.")
     parts = layout.tokens, layout.scales, layout.ids, layout.weights, layout.sums
     windows = (*addresses, *(0,) * (MAX_RANKS - ranks))
     header = HEADER.pack(*windows, *parts, patience, lost.data_ptr(), rank, ranks, FEW_BLOCKS, 0, 0)
     memory[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    return Window(memory, lost, ranks, rows, hidden, topk)
+    return Window(memory, lost, ranks, rows, hidden, topk, experts)

@@ -46,6 +46,10 @@ def _signature(text: str) -> tuple[Parameter, ...]:
 
 
 PARAMETERS = {
+    "add_rows": _signature(
+        "pointer window, pointer ids, pointer owners, pointer weights, pointer out, int ids_64, int tokens, int topk, "
+        "int experts, int vectors, float routed_scale"
+    ),
     "add_sums": _signature(
         "pointer window, pointer ids, pointer owners, pointer out, int ids_64, int tokens, int rows, int topk, "
         "int experts, int vectors"

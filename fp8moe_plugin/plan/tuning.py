@@ -109,6 +109,19 @@ QUANTIZE_FEW_TOKENS = 256
 # Measure again: for steps of more than 4,096 tokens of each rank, or on 8 ranks.
 EP_WINDOW_BYTES = 2**30
 
+# The fewest ranks of a group with windows (FP8MOE_EP=push) in which GEMM 2 for many rows stores each row into the
+# window of its token's rank, in place of one sum of each rank.
+# Measured: on 4 H200 a layer takes 0.90 to 0.98 of the time (`PUSHED_ROWS_PER_EXPERT`). On 2, with 4,096 tokens of each
+# rank, one of DeepSeek-V4-Flash takes 0.99 and one of DeepSeek-V3 1.03 ([088]).
+# Measure again: on 3 and on 8 GPUs.
+PUSHED_ROWS_RANKS_FROM = 4
+
+# The most rows per expert, on average, for which GEMM 2 stores rows so. Windows have room for these rows.
+# Measured: on 4 H200, layers of DeepSeek-V4-Flash with 48, 96, 192 and 384 rows per expert take 0.94, 0.90, 0.94 and
+# 0.97 of their time with sums, those of DeepSeek-V3 with 64, 128, 256 and 512 rows 0.97, 0.95, 0.98 and 1.01 (094).
+# Measure again: on 8 GPUs; between 384 and 512 rows; for formats other than block FP8 and for biases, which keep sums.
+PUSHED_ROWS_PER_EXPERT = 400
+
 # The number of SMs for which splits of K, and the tiles of dense layers on a machine without a GPU, are planned. It
 # affects only the speed.
 # Measured: the number of an H100 SXM and of an H200.

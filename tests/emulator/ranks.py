@@ -52,14 +52,15 @@ def open_group(
         first: device of rank 0; the others are like it.
         rows: most tokens of a rank in a step.
     """
-    nbytes = window_layout(ranks, rows, HIDDEN, TOPK).nbytes
+    experts = ranks * EXPERTS_PER_RANK
+    nbytes = window_layout(ranks, rows, HIDDEN, TOPK, experts).nbytes
     memories = [torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(ranks)]  # NaN
     addresses = [memory.data_ptr() for memory in memories]
     owners, dealt = h.deal_experts(layer, ranks)
     members = []
     for rank, memory in enumerate(memories):
         lost = torch.zeros(1, dtype=torch.int32)
-        window = open_window(memory, addresses, rank, rows, HIDDEN, TOPK, lost, patience)
+        window = open_window(memory, addresses, rank, rows, HIDDEN, TOPK, experts, lost, patience)
         words = memory[:HEADER_BYTES].view(torch.int32)
         words[32], words[33], words[35::32] = few_blocks, FIRST_COUNT, FIRST_COUNT  # also `pushes` and `arrived`
         members.append(Rank(first.beside(rank), window, *dealt[rank]))

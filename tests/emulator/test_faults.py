@@ -20,6 +20,7 @@ from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import layer
 from fp8moe_plugin.plan.sm90.catalog import (
+    add_rows_key,
     add_sums_key,
     choose_experts_key,
     combine_key,
@@ -40,6 +41,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     permute_key,
     push_sums_key,
     push_tokens_key,
+    pushed,
     quantize_key,
     route_key,
     router_gemm_key,
@@ -149,6 +151,11 @@ def ranks_with_many_blocks(emulator: Device, seed: int) -> None:
 def ranks_with_many_tokens(emulator: Device, seed: int) -> None:
     """More tokens than blocks."""
     assert run_calls(emulator, seed, [[30, 30]], inputs=0) <= MOST_ERROR, WRONG_RESULT
+
+
+def ranks_that_push_rows(emulator: Device, seed: int) -> None:
+    with h.rows_pushed_from(2):
+        assert run_calls(emulator, seed, [[41, 41]], inputs=0) <= MOST_ERROR, WRONG_RESULT
 
 
 def dense_layer(emulator: Device, seed: int, n: int = 128, k: int = LONG_K) -> None:
@@ -382,6 +389,15 @@ KERNELS = {  # to be compiled ahead
     ranks_that_push: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
     ranks_with_many_blocks: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
     ranks_with_many_tokens: (push_tokens_key(False, True), push_sums_key(), add_sums_key(), *FEW),
+    ranks_that_push_rows: (
+        push_tokens_key(False, True),
+        push_sums_key(),
+        add_rows_key(),
+        route_key(),
+        permute_key(),
+        gate_up_key(h.layer_spec(), gather=False),
+        pushed(grouped_gemm_key(Output.BF16)),
+    ),
     packed_layer: PACKED,
     packed_many_rows: PACKED_MANY,
     packed_tiles_of_one_step: PACKED_MANY,
@@ -481,7 +497,7 @@ FAULTS = {
     ),
     "a block ends before its stores have read": Fault(
         "grouped_gemm.cu",
-        "if (threadIdx.x % kWarpgroup == 0) tma_store_wait();",
+        "if (threadIdx.x % kWarpgroup < storing_threads()) tma_store_wait();",
         ";",
         second_gemm,
         "ended before .* of its copies",
@@ -1330,6 +1346,52 @@ FAULTS = {
         "        // as late",
         ranks_that_push,
         WRONG_RESULT,
+    ),
+    "a push of rows does not wait for those of other ranks": Fault(
+        "ranks/window.cuh",
+        "while (int(load_acquire_system(window->arrived[rank]) - push) < 0)",
+        "while (false)",
+        ranks_that_push_rows,
+        WRONG_RESULT,
+    ),
+    "a block ends before its rows have arrived": Fault(
+        "epilogue/result.cuh",
+        "int storing_threads() { return kWarpgroup; }",
+        "int storing_threads() { return 1; }",
+        ranks_that_push_rows,
+        "ended before .* of its copies",
+    ),
+    "a row is pushed to the place of the next": Fault(
+        "epilogue/push_rows.cuh",
+        "i64(pair % pairs_of_rank)",
+        "i64((pair + 1) % pairs_of_rank)",
+        ranks_that_push_rows,
+        WRONG_RESULT,
+    ),
+    "a row is pushed to the next rank": Fault(
+        "epilogue/push_rows.cuh",
+        "(pair / pairs_of_rank,",
+        "((pair / pairs_of_rank + 1) % window->ranks,",
+        ranks_that_push_rows,
+        WRONG_RESULT,
+    ),
+    "rows are staged over those that are being pushed": Fault(
+        "epilogue/push_rows.cuh",
+        "        tma_store_wait_read();\n",
+        "",
+        ranks_that_push_rows,
+        WRONG_RESULT,
+        multiprocessors=1,
+    ),
+    "rows are pushed before all lanes have staged them": Fault(
+        "epilogue/push_rows.cuh",
+        "        fence_proxy_async();\n        __syncwarp();",
+        "        fence_proxy_async();",
+        ranks_that_push_rows,
+        f"{WRONG_RESULT}|fence",
+    ),
+    "staged rows have no fence before they are pushed": Fault(
+        "epilogue/push_rows.cuh", "        fence_proxy_async();\n", "", ranks_that_push_rows, "fence"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Layers whose ranks store tokens and sums into each other's windows, under schedules that are hard on them."""
+"""Layers whose ranks store tokens and results into each other's windows, under schedules that are hard on them."""
 
 import ctypes
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.ops import fused_moe
+from fp8moe_plugin.plan.sm90.constants import MANY_ROWS_TILE, TAIL_ROWS
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import Device, EmulatorError
@@ -28,6 +29,13 @@ def test_calls_behind_each_other(emulator: Device, calls: list[list[int]], seed:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_many_rows(emulator: Device, seed: int) -> None:
     assert run_calls(emulator, seed, [[70, 40], [3, 4], [90, 100]]) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_pushed_rows(emulator: Device, seed: int) -> None:
+    """In turns with sums, of few rows."""
+    with h.rows_pushed_from(2):
+        assert run_calls(emulator, seed, [[70, 40], [3, 4], [0, 100], [90, 90]]) <= MOST_ERROR
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -96,6 +104,24 @@ def test_a_rank_that_does_not_come_is_named(emulator: Device, absent: int) -> No
     with pytest.raises(EmulatorError, match="the kernel has trapped"):
         group.run(1, ops)
     assert group.ranks[1 - absent].window.lost == 1 + absent
+
+
+def test_pushed_rows_have_the_bits_of_one_rank(emulator: Device) -> None:
+    """On four ranks, which push rows. One expert has a tile with a tail; the others have tiles of few rows."""
+    gen, ranks, tokens = h.seeded(0, torch.device("cpu")), 4, 41
+    experts, in_tile = ranks * EXPERTS_PER_RANK, MANY_ROWS_TILE + TAIL_ROWS
+    layer, x = h.random_layer(gen, experts, HIDDEN, INTERMEDIATE), h.random_tokens(gen, ranks * tokens, HIDDEN)
+    weights, ids = h.random_routing(gen, "distinct", ranks * tokens, TOPK, experts)
+    ids[:, 1] = 1 + ids[:, 1] % (experts - 1)
+    ids[:in_tile, 0], ids[in_tile:, 0] = 0, 1 + ids[in_tile:, 1] % (experts - 1)
+    group, outs = open_group(emulator, layer, ranks, tokens), {}
+
+    def ops(rank: int) -> None:
+        outs[rank] = group.push(rank, tokens, tuple(t[rank * tokens :][:tokens] for t in (x, weights, ids)))
+
+    group.run(1, ops)
+    alone = emulator.execute(1, partial(fused_moe, x, *layer, weights, ids))
+    assert torch.cat([outs[rank] for rank in range(ranks)]).equal(alone)
 
 
 def test_a_token_has_the_bits_of_one_rank_alone(emulator: Device) -> None:

@@ -27,7 +27,7 @@ from tests.mxfp4 import random_experts
 from tests.steps import route
 
 MULTIPROCESSORS = {"small batch": 8}  # room for a cluster; others have 2
-OF_RANKS = {"push_tokens", "push_sums", "add_sums"}  # in tests/emulator/test_ranks.py
+OF_RANKS = {"push_tokens", "push_sums", "add_sums", "add_rows"}  # in tests/emulator/test_ranks.py
 FEW = 6  # schedules, unless FULL_COUNTS=1
 K, N, ROWS, GROUPS = 256, 128, 3, 2
 Run = Callable[[torch.Generator, pytest.MonkeyPatch], Callable[[], torch.Tensor]]

@@ -11,6 +11,7 @@ from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.devices import set_num_sms
 from fp8moe_plugin.ops.push import push_moe
 from fp8moe_plugin.ops.window import Window, open_window
+from fp8moe_plugin.plan.sm90.catalog import MAX_RANKS
 from fp8moe_plugin.plan.sm90.push import window_layout
 from tests import helpers as h
 
@@ -46,11 +47,17 @@ class Rank:
             yield
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[list[Rank]]:
+@pytest.fixture(scope="module", params=[MAX_RANKS + 1, 2], ids=["sums", "rows"])
+def group(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
+    """The ranks push sums only, or rows in some steps."""
+    with h.rows_pushed_from(request.param):
+        yield from open_group()
+
+
+def open_group() -> Iterator[list[Rank]]:
     gpus = torch.cuda.device_count()
     devices = [torch.device("cuda", i if gpus > 1 else 0) for i in range(min(gpus, 4) if gpus > 1 else 2)]
-    nbytes = window_layout(len(devices), ROWS, HIDDEN, TOPK).nbytes
+    nbytes = window_layout(len(devices), ROWS, HIDDEN, TOPK, EXPERTS).nbytes
     memories = [torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device) for device in devices]
     for memory in memories:
         for other in memories:
@@ -61,7 +68,7 @@ def group() -> Iterator[list[Rank]]:
     ranks = []
     for rank, (device, memory) in enumerate(zip(devices, memories, strict=True)):
         lost = torch.zeros(1, dtype=torch.int32).pin_memory()
-        window = open_window(memory, addresses, rank, ROWS, HIDDEN, TOPK, lost, PATIENCE)
+        window = open_window(memory, addresses, rank, ROWS, HIDDEN, TOPK, EXPERTS, lost, PATIENCE)
         of_rank, local = dealt[rank]
         of_all, experts = (h.Layer(*(tensor.to(device) for tensor in each)) for each in (layer, of_rank))
         stream = torch.cuda.Stream(device)

@@ -9,6 +9,7 @@ import torch
 from fp8moe_plugin.layers import window
 from fp8moe_plugin.layers.all_to_all import place_refusal, windows
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.plan.sm90.push import window_layout
 from fp8moe_plugin.plan.tuning import EP_WINDOW_BYTES
 
 
@@ -36,8 +37,16 @@ def test_places_of_ranks_that_cannot_store(places: list[tuple[str, int]], reache
 
 
 def test_a_window_is_no_larger_than_its_limit() -> None:
-    assert windows(8, 8193, 2, 7168, 8).rows == 4097
-    assert 0.99 * EP_WINDOW_BYTES < windows(8, 8192, 1, 7168, 8).nbytes <= EP_WINDOW_BYTES
+    assert windows(8, 8193, 2, 7168, 8, 256).rows == 4097
+    assert 0.99 * EP_WINDOW_BYTES < windows(8, 8192, 1, 7168, 8, 256).nbytes <= EP_WINDOW_BYTES
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 256), (4, 256), (4, 384), (4, 1024), (8, 1024)])
+def test_a_window_at_its_limit_has_room_for_pushed_rows(ranks: int, experts: int) -> None:
+    """Which are more than the sums of its longest step, if there are many experts."""
+    size = windows(ranks, 2**20, 1, 7168, 8, experts)
+    assert size.nbytes == window_layout(ranks, size.rows, 7168, 8, experts).nbytes <= EP_WINDOW_BYTES
+    assert window_layout(ranks, size.rows + 1, 7168, 8, experts).nbytes > EP_WINDOW_BYTES
 
 
 THRESHOLDS = "a group whose ranks have different thresholds (FP8MOE_TUNING), and would choose other formats"

@@ -13,9 +13,10 @@ EXPERTS, HIDDEN, TOPK, ROWS = 4, 256, 2, 3
 CPU = torch.device("cpu")
 
 
-def make_window(hidden: int = HIDDEN, ranks: int = 2, spare: int = 0) -> Window:
-    memory = torch.zeros(window_layout(2, ROWS, hidden, TOPK).nbytes + spare, dtype=torch.uint8)
-    return open_window(memory, [memory.data_ptr()] * ranks, 0, ROWS, hidden, TOPK, torch.zeros(1).int(), 1)
+def make_window(hidden: int = HIDDEN, ranks: int = 2, spare: int = 0, experts: int = EXPERTS) -> Window:
+    memory = torch.zeros(window_layout(2, ROWS, hidden, TOPK, EXPERTS).nbytes + spare, dtype=torch.uint8)
+    lost = torch.zeros(1, dtype=torch.int32)
+    return open_window(memory, [memory.data_ptr()] * ranks, 0, ROWS, hidden, TOPK, experts, lost, 1)
 
 
 def call(
@@ -38,7 +39,8 @@ def call(
         ({"rows": 2.0}, "rows"),
         ({"owners": 3}, "owners"),
         ({"local": 3}, "This rank has 3 of 4 experts, may have 2: the 2 ranks need equal shares"),
-        ({"window": make_window(384)}, "The window is for 384 channels and 2 experts per token, the call has 256"),
+        ({"window": make_window(384)}, "The window is for 384 channels and 2 of 4 experts per token, the call has 256"),
+        ({"window": make_window(experts=8)}, "2 of 8 experts per token, the call has 256 and 2 of 4"),
     ],
 )
 def test_a_wrong_call(wrong: dict[str, object], message: str) -> None:

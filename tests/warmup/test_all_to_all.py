@@ -32,7 +32,8 @@ def test_a_window_has_room_for_the_longest_step(v3: Model, parallel: Parallel, r
     with environment("FP8MOE_EP", "push"):
         found = all_to_all.all_to_all(v3, parallel, 4000)
     assert found
-    assert (found.used, found.window_rows, found.window_bytes) == ("push", rows, window_layout(8, rows, 7168, 8).nbytes)
+    nbytes = window_layout(8, rows, 7168, 8, 256).nbytes
+    assert (found.used, found.window_rows, found.window_bytes) == ("push", rows, nbytes)
     assert ("a model whose tokens vLLM splits" in found.why) == (parallel.tp > 1)
 
 
@@ -89,7 +90,7 @@ def test_windows_are_counted_with_the_memory_of_a_step(v3: Model) -> None:
 
     without = step_bytes()
     with environment("FP8MOE_EP", "push"):
-        assert step_bytes() == [without[0] + window_layout(8, 4000, 7168, 8).nbytes, without[1]]
+        assert step_bytes() == [without[0] + window_layout(8, 4000, 7168, 8, 256).nbytes, without[1]]
 
 
 def test_explain_says_it(

@@ -14,6 +14,12 @@ DEVICE void store_to_peer(uint4* to, uint4 v) {
                  : "memory");
 }
 
+// Copies `bytes` of shared memory, as one of the thread's TMA stores; they and both addresses are multiples of 16.
+DEVICE void bulk_store_to_peer(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Adds 1 to a counter and returns what it was. What this thread and those that it has met did before comes before what

@@ -3,9 +3,9 @@
 #include "device/ptx.cuh"
 
 // Rows of the fragment are channels, columns are tokens. `staging` has room for kTokens rows of 128 bytes, swizzled,
-// and belongs to this warpgroup.
-template <int kTokens>
-DEVICE void store_transposed(u32 staging, int warpgroup, u16* d, int n, int row, int rows, int column,
+// and belongs to this warpgroup. `row_of(token)` is the address of its row, of n channels.
+template <int kTokens, class RowOf>
+DEVICE void store_transposed(u32 staging, int warpgroup, RowOf row_of, int n, int rows, int column,
                              const float (&sum)[kTokens / 2]) {
     constexpr int kChunks = 8;  // of 8 channels, 16 bytes
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -20,7 +20,6 @@ DEVICE void store_transposed(u32 staging, int warpgroup, u16* d, int n, int row,
     for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
         int token = i / kChunks, chunk = i % kChunks;
         if (column + chunk * 8 < n)
-            *reinterpret_cast<uint4*>(d + i64(row + token) * n + column + chunk * 8) =
-                load_shared_16(chunk_at(token, chunk));
+            *reinterpret_cast<uint4*>(row_of(token) + column + chunk * 8) = load_shared_16(chunk_at(token, chunk));
     }
 }

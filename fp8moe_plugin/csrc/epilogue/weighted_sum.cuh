@@ -8,10 +8,11 @@ constexpr int kRowsInFlight = 4, kSumBlocks = 10;
 
 // Sums 16 bytes of the rows of a token, at `vector` of `vectors`. Called by all lanes of a warp with the same token,
 // also by those whose `vector` is not below `vectors`: they load slots, and get no sum. Columns from `routed` on, a
-// shared expert's, have weight 1; the weights of the others are multiplied by `routed_scale`. A slot of -1 has no row.
-// Waits for the previous kernel (PDL) before it reads `rows`, and no earlier. Returns whether the token has rows, the
-// same on all lanes.
-DEVICE bool weighted_sum(const uint4* rows, const int* slots, const float* weights, int vector, int vectors, int topk,
+// shared expert's, have weight 1; the weights of the others are multiplied by `routed_scale`. `slots[column]` is the
+// row of each column, -1 for none. Waits for the previous kernel (PDL) before it reads `rows`, and no earlier. Returns
+// whether the token has rows, the same on all lanes.
+template <class Slots>
+DEVICE bool weighted_sum(const uint4* rows, Slots slots, const float* weights, int vector, int vectors, int topk,
                          int routed, float routed_scale, uint4& out) {
     float sum[8] = {};
     bool any = false;

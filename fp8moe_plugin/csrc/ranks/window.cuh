@@ -20,7 +20,8 @@ struct Window {  // at the start of each rank's window; written by the host, but
     i64 scales;    // float32 [N * rows, H / 128], with e4m3
     i64 ids;       // int32 [N * rows, topk], -1 for none
     i64 weights;   // float32 [N * rows, topk]
-    i64 sums;      // bfloat16 [N * rows, H], each rank's share of the results of this rank's tokens
+    i64 sums;      // bfloat16 [N * rows, H], each rank's share of the results of this rank's tokens; or
+                   // [rows, topk, H], where GEMM 2 pushes the rows of their experts
     i64 patience;  // clock cycles that a push waits for another rank
     int* lost;     // in memory of the host: 1 + the rank that it has waited for in vain
     int rank, ranks;

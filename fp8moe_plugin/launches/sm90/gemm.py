@@ -130,15 +130,16 @@ def grouped_gemm_launch(
 
     Args:
         tiles: empty (`Tiles()`): all rows are one group.
-        c: addend of a GEMM of one group, or 0.
+        c: addend of a GEMM of one group; where rows are pushed (`pushed`), the pair of each row, and `out` is the
+            window; else 0.
         pdl: it may start before the preceding kernel ends. With `tiles.done_counters` that kernel is the GEMM 1 that
             computes `a`: each tile waits for its rows, and `out` must not overlap with the operands of GEMM 1.
             Otherwise the kernel waits for the preceding one before it reads the tiles.
     """
     defines = dict(key.defines)
     a_map = rows_map(a, BOX_ROWS)
-    # Only bfloat16 without an addend is stored through a map.
-    stored = defines["OUTPUT"] == Output.BF16
+    # Only bfloat16 without an addend is stored through a map, if it is not pushed.
+    stored = defines["OUTPUT"] == Output.BF16 and not c
     return Launch(
         key,
         blocks,

@@ -17,23 +17,31 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, StepPlan
 from fp8moe_plugin.plan.sm90.scratch import SortedScratch
 
 
-def layer_launches(step: StepPlan, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, ...]:
-    """Returns the launches of `fused_moe`; the scratch has `step.scratch.nbytes` bytes."""
+def layer_launches(step: StepPlan, tensors: LayerAddresses, ids_64: bool, window: Address = 0) -> tuple[Launch, ...]:
+    """Returns the launches of `fused_moe`; the scratch has `step.scratch.nbytes` bytes.
+
+    Args:
+        window: of this rank, where GEMM 2 `pushes_rows`: it is the last launch then.
+    """
     if isinstance(step, SmallBatchStep):
         return small_batch_launches(step, tensors, ids_64)
-    return _sorted_launches(step, tensors, ids_64)
+    return _sorted_launches(step, tensors, ids_64, window)
 
 
-def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool) -> tuple[Launch, ...]:
+def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool, window: Address) -> tuple[Launch, ...]:
     topk, hidden, intermediate, _, _ = step.spec.shape
     w13, w2 = tensors.weights(step.spec)
     at = placed(step.scratch, tensors.scratch)
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
-    routing, routed = Routing(at.slots, at.tokens, at.num_rows), Tiles(at.table, at.num_tiles, at.done_counters)
+    routing = Routing(at.slots, at.tokens, at.num_rows, numbers_pairs=step.pushes_rows)
+    routed = Tiles(at.table, at.num_tiles, at.done_counters)
     route = route_launches(ids, at.expert_counts, routing, routed, step.tile.cut, step.row_counters)
     tiles = routed if step.pdl_down else Tiles(at.table, at.num_tiles)
     x, quantize = _rows_of_tokens(step, tensors, at)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
+    if step.pushes_rows:
+        down = _down_launch(step, inner, w2, window, tiles, pairs=at.tokens)
+        return *route, *quantize, _gate_up_launch(x, w13, step, at, inner, tiles), down
     down = _down_launch(step, inner, w2, at.down, tiles)
     combine = combine_launch(
         at.down,
@@ -96,9 +104,9 @@ def _gate_up_launch(x: Rows, w13: Weights, step: SortedStep, at: SortedScratch, 
     )
 
 
-def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles: Tiles) -> Launch:
+def _down_launch(step: SortedStep, inner: Rows, w2: Weights, out: Address, tiles: Tiles, pairs: Address = 0) -> Launch:
     if step.down.source == "grouped_gemm":
-        return grouped_gemm_launch(step.down, step.down_blocks, inner, w2, out, tiles, pdl=step.pdl_down)
+        return grouped_gemm_launch(step.down, step.down_blocks, inner, w2, out, tiles, c=pairs, pdl=step.pdl_down)
     return grouped_gemm_few_rows_launch(
         step.down,
         step.down_blocks,

@@ -1,4 +1,4 @@
-"""The launches of a layer whose tokens and sums the ranks of a group store into each other's windows."""
+"""The launches of a layer whose tokens and results the ranks of a group store into each other's windows."""
 
 from typing import Any
 
@@ -27,45 +27,55 @@ def push_launches(
         tensors: of this rank; the scratch has `step.scratch.nbytes` bytes.
     """
     topk, hidden, _, _, experts = step.spec.shape
+    vectors = hidden // CHANNELS_PER_THREAD
     scratch, here = placed(step.scratch, tensors.scratch), placed(layout, window)
-    common: dict[str, Any] = {"ids": tensors.topk_ids, "ids_64": int(ids_64), "topk": topk, "experts": experts}
-    common |= {"owners": owners, "window": window, "tokens": tokens, "rows": step.rows}
+    own: dict[str, Any] = {"ids": tensors.topk_ids, "ids_64": int(ids_64), "topk": topk, "experts": experts}
+    own |= {"owners": owners, "window": window, "tokens": tokens}
     push_tokens = Launch(
         step.push_tokens,
         step.token_blocks,
         step.push_tokens.arguments(
-            x=tensors.hidden_states, weights=tensors.topk_weights, groups=hidden // GROUP, **common
+            x=tensors.hidden_states, weights=tensors.topk_weights, rows=step.rows, groups=hidden // GROUP, **own
         ),
         pdl=True,
     )
-    layer = layer_launches(step.layer, _arrived(tensors, here, scratch), ids_64=False)
-    vectors = hidden // CHANNELS_PER_THREAD
+    layer = layer_launches(step.layer, _arrived(tensors, here, scratch), ids_64=False, window=window)
+    if isinstance(step.layer, SortedStep) and not step.pushes_rows:
+        layer = layer[:-1]  # push_sums does what combine would
+    of_rows: dict[str, Any] = {"weights": tensors.topk_weights, "routed_scale": step.spec.routed_scale}
+    add = Launch(
+        step.add,
+        tokens * ceil_div(vectors, step.add.threads),
+        step.add.arguments(
+            out=tensors.out, vectors=vectors, **own, **(of_rows if step.pushes_rows else {"rows": step.rows})
+        ),
+        pdl=not step.pushes_rows,  # with many blocks, waiting inside each one costs more than a late start
+    )
+    return push_tokens, *layer, _push_sums_launch(step, scratch, window), *([add] if tokens else [])
+
+
+def _push_sums_launch(step: PushStep, scratch: PushScratch, window: Address) -> Launch:
+    """Returns the launch that pushes sums. If GEMM 2 pushes rows, there are none, and it only ends that push."""
+    vectors = step.spec.shape.hidden // CHANNELS_PER_THREAD
+    sums = 0 if step.pushes_rows else step.rows  # of each rank
     rows: Address = scratch.sums
     slots: Address = 0  # the rows are sums already
     if isinstance(step.layer, SortedStep):
-        layer = layer[:-1]  # push_sums does what combine would
         rows, slots = scratch.layer + step.layer.scratch.down, scratch.layer + step.layer.scratch.slots
-    push_sums = Launch(
+    return Launch(
         step.push_sums,
-        min(step.ranks * step.rows * ceil_div(vectors, step.push_sums.threads), step.most_sum_blocks),
+        max(min(step.ranks * sums * ceil_div(vectors, step.push_sums.threads), step.most_sum_blocks), 1),
         step.push_sums.arguments(
             rows=rows,
             slots=slots,
             window=window,
-            rows_per_rank=step.rows,
+            rows_per_rank=sums,
             vectors=vectors,
-            topk=topk,
+            topk=step.spec.shape.topk,
             routed_scale=step.spec.routed_scale,
         ),
         pdl=True,
     )
-    add_sums = Launch(
-        step.add_sums,
-        tokens * ceil_div(vectors, step.add_sums.threads),
-        step.add_sums.arguments(out=tensors.out, vectors=vectors, **common),
-        pdl=True,
-    )
-    return push_tokens, *layer, push_sums, *([add_sums] if tokens else [])
 
 
 def _arrived(tensors: LayerAddresses, window: WindowLayout, scratch: PushScratch) -> LayerAddresses:

@@ -13,8 +13,9 @@ class Routing(NamedTuple):
     """The row of each (token, expert) pair."""
 
     slots: Address  # int32 [T, topk]: the row of each pair, -1 for none
-    tokens: Address  # int32 [T * topk]: the token of each of the first num_rows rows
+    tokens: Address  # int32 [T * topk]: the token of each of the first num_rows rows; or its pair, with `numbers_pairs`
     num_rows: Address  # int32 [1]
+    numbers_pairs: bool = False
 
 
 def route_launches(ids: Ids, counts: Address, out: Routing, tiles: Tiles, cut: int, row_counters: int) -> list[Launch]:
@@ -32,7 +33,7 @@ def route_launches(ids: Ids, counts: Address, out: Routing, tiles: Tiles, cut: i
         key,
         chunks,
         key.arguments(
-            **ids.arguments(),
+            **ids.arguments() | ({"topk": 1} if out.numbers_pairs else {}),
             pairs=ids.pairs,
             counts=counts if chunks > 1 else 0,
             slots=out.slots,

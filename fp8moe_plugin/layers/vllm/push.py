@@ -1,4 +1,4 @@
-"""Expert parallelism under vLLM with tokens and sums that the ranks store into each other's memory.
+"""Expert parallelism under vLLM with tokens and results that the ranks store into each other's memory.
 
 It takes the place of vLLM's dispatch and combine in steps whose tokens fit the window; longer steps keep them.
 """
@@ -53,7 +53,7 @@ def pushed_experts(layer: Any, moe: Any, experts: Experts, engine: Any) -> Pushe
         log_once(logging.WARNING, vllm_keeps_its_own(refusal))
         return None
     shape, expert_map = experts.spec.shape, layer.expert_map
-    window = _window(shape.hidden, shape.topk, expert_map.device, engine)
+    window = _window(shape.hidden, shape.topk, shape.global_experts, expert_map.device, engine)
     return PushedExperts(experts, window, _owners(expert_map))
 
 
@@ -77,18 +77,19 @@ def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
 
 
 # By group: another engine of the process has another one. Calls of layers of equal sizes follow each other in a stream.
-_windows: dict[tuple[dist.ProcessGroup, int, int], Window] = {}
+_windows: dict[tuple[dist.ProcessGroup, int, int, int], Window] = {}
 
 
-def _window(hidden: int, topk: int, device: torch.device, engine: Any) -> Window:
+def _window(hidden: int, topk: int, experts: int, device: torch.device, engine: Any) -> Window:
     """Returns this process's window for layers of these sizes."""
     group = get_ep_group()
-    at = group.device_group, hidden, topk
+    sizes = hidden, topk, experts
+    at = group.device_group, *sizes
     if at not in _windows:
         split = engine.parallel_config.tensor_parallel_size  # ranks that share the tokens of a data-parallel rank
-        size = windows(group.world_size, engine.scheduler_config.max_num_batched_tokens, split, hidden, topk)
+        size = windows(group.world_size, engine.scheduler_config.max_num_batched_tokens, split, *sizes)
         ranks = group.device_group, group.cpu_group
-        _windows[at] = open_group_window(*ranks, size.rows, hidden, topk, device)
+        _windows[at] = open_group_window(*ranks, size.rows, *sizes, device)
         log_once(logging.INFO, f"FP8MOE_EP=push: {size}")
     return _windows[at]
 

@@ -130,6 +130,11 @@ def add_sums_key() -> KernelKey:
     return KernelKey("add_sums", (("MAX_RANKS", MAX_RANKS),), 128)
 
 
+@functools.cache
+def add_rows_key() -> KernelKey:
+    return KernelKey("add_rows", (("MAX_RANKS", MAX_RANKS),), 128)
+
+
 def _activation_macros(activation: Activation, ue8m0: bool) -> tuple[tuple[str, int], ...]:
     """Returns the macros of kernels with an activation and the quantization of its result."""
     return ("MODIFIED_SWIGLU", activation.variant), ("UE8M0", int(ue8m0))
@@ -197,6 +202,11 @@ def grouped_gemm_key(
     macros = *_weight_macros(weights, bias), *_decoding_macros(weights)
     defines = (("BLOCK_N", block_n), ("KEEP_B", int(keep_b)), ("OUTPUT", int(output)), *macros)
     return KernelKey("grouped_gemm", defines, many_rows_threads(weights), SMEM_BYTES)
+
+
+def pushed(gemm: KernelKey) -> KernelKey:
+    """Returns the variant of the kernel of GEMM 2 for many rows that stores rows in the windows of their ranks."""
+    return replace(gemm, defines=(*gemm.defines, ("PUSHED", 1), ("MAX_RANKS", MAX_RANKS)))
 
 
 @functools.cache

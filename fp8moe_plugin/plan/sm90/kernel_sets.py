@@ -12,6 +12,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     MQA_NEXT_N,
     PACKED_FORMATS,
     SMALL_BATCH_STAGES,
+    add_rows_key,
     add_sums_key,
     choose_experts_key,
     combine_key,
@@ -33,6 +34,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     permute_key,
     push_sums_key,
     push_tokens_key,
+    pushed,
     quantize_key,
     route_key,
     router_gemm_key,
@@ -44,8 +46,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
 from fp8moe_plugin.plan.sm90.layer import few_rows_tokens
+from fp8moe_plugin.plan.sm90.push import may_push_rows
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, Output
-from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO
+from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO, PUSHED_ROWS_RANKS_FROM
 
 
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
@@ -76,12 +79,26 @@ def _push_kernels(spec: LayerSpec) -> KernelSet:
         push_sums_key(): "sums of a rank's experts stored in the window of each token's rank",
         add_sums_key(): "the sums of all ranks of each token added",
     }
+    if may_push_rows(spec):
+        found |= _pushed_rows_kernels(spec)
     if spec.weights in PACKED_FORMATS:
         return found
     small = push_tokens_key(spec.ue8m0, quantize=False)
     return (
         found | _small_batch_kernels(spec) | {small: "the same in steps of up to 16 tokens of all ranks, in bfloat16"}
     )
+
+
+def _pushed_rows_kernels(spec: LayerSpec) -> KernelSet:
+    """Returns the kernels with which GEMM 2 pushes rows in place of sums."""
+    down, down_keeps_b = (pushed(grouped_gemm_key(Output.BF16, keep_b=keep)) for keep in (False, True))
+    steps = f"in groups of {PUSHED_ROWS_RANKS_FROM} or more ranks, in steps of more than {few_rows_tokens(spec)} tokens"
+    return {
+        down: f"GEMM 2 that stores rows in the windows of their tokens' ranks, {steps}",
+        down_keeps_b: f"the same of experts of up to {KEEP_B_UP_TO} channels, in steps of {EARLY_BELOW} or more tokens "
+        "per expert",
+        add_rows_key(): "the weighted sum of the rows that arrive so",
+    }
 
 
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:

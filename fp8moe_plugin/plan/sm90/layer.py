@@ -23,6 +23,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     gate_up_key,
     gate_up_small_batch_key,
     permute_key,
+    pushed,
     quantize_key,
 )
 from fp8moe_plugin.plan.sm90.constants import (
@@ -83,6 +84,7 @@ class SortedStep:
     k_splits: int  # blocks that share a tile of GEMM 1 by splitting K
     row_counters: int  # counters per row tile of GEMM 1
     pdl_down: bool  # GEMM 2 starts (PDL) before GEMM 1 has finished, and waits for the rows of each tile
+    pushes_rows: bool  # GEMM 2 stores rows in the windows of their tokens' ranks
     keep_b: bool  # GEMM 2 keeps weights in shared memory from tile to tile
     columns_at_once: int  # column tiles that a block of GEMM 2 takes at once, in the kernel for few rows
     quantize: KernelKey | None  # None: GEMM 1 gathers tokens that arrive quantized
@@ -100,19 +102,24 @@ StepPlan = SmallBatchStep | SortedStep
 
 
 def plan_layer(
-    spec: LayerSpec, tokens: int, multiprocessors: int = MULTIPROCESSORS, tuning: GpuTuning = UNTUNED
+    spec: LayerSpec,
+    tokens: int,
+    multiprocessors: int = MULTIPROCESSORS,
+    tuning: GpuTuning = UNTUNED,
+    pushes_rows: bool = False,
 ) -> StepPlan:
     """Returns the plan of a step of `tokens` tokens, at least 1.
 
     Args:
         multiprocessors, tuning: of the GPU.
+        pushes_rows: GEMM 2, the kernel for many rows, stores rows in the windows of their tokens' ranks.
     """
     shape = spec.shape
     only_sorted = spec.batch_invariant or any(spec.further_steps) or spec.quantized
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens, tuning)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors, tuning)
-    return sorted_step(spec, tokens, row_tile(spec, tokens, tuning), multiprocessors, tuning)
+    return sorted_step(spec, tokens, row_tile(spec, tokens, tuning), multiprocessors, tuning, pushes_rows)
 
 
 def row_tile(spec: LayerSpec, tokens: int, tuning: GpuTuning = UNTUNED) -> RowTile:
@@ -220,17 +227,20 @@ def sorted_step(
     tile: RowTile,
     multiprocessors: int = MULTIPROCESSORS,
     tuning: GpuTuning = UNTUNED,
+    pushes_rows: bool = False,
 ) -> SortedStep:
-    """Returns the plan of a step whose rows are cut into such tiles."""
+    """Returns the plan of a step whose rows are cut into such tiles; `pushes_rows`: see `plan_layer`."""
     shape = spec.shape
     topk, hidden, intermediate, local_experts, global_experts = shape
     rows, few_rows, packed = tokens * topk, tile.streams_weights, spec.weights in PACKED_FORMATS
     rows_per_expert = rows / global_experts
-    gathers = few_rows or (intermediate <= GATHER_UP_TO and not packed)
+    # To push a row, GEMM 2 reads its pair where GEMM 1 would read its token.
+    gathers = few_rows or (intermediate <= GATHER_UP_TO and not packed and not pushes_rows)
     may_split = few_rows and not spec.batch_invariant and not packed
     splits = k_splits(rows, shape) if may_split else 1
     counters = row_counters(intermediate, splits)
     keep_b = not (few_rows or packed) and keeps_b(rows_per_expert, intermediate, tuning)
+    down = grouped_key(tile, keep_b, spec.weights, spec.bias)
     return SortedStep(
         spec=spec,
         tokens=tokens,
@@ -242,12 +252,13 @@ def sorted_step(
         k_splits=splits,
         row_counters=counters,
         pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate, tuning),
+        pushes_rows=pushes_rows,
         keep_b=keep_b,
         columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
         quantize=_quantize_key(spec, gathers),
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
-        down=grouped_key(tile, keep_b, spec.weights, spec.bias),
-        scratch=sorted_scratch(spec, tokens, tile.rows, gathers, splits, counters),
+        down=pushed(down) if pushes_rows else down,
+        scratch=sorted_scratch(spec, tokens, tile.rows, gathers, splits, counters, pushes_rows),
     )
 
 

@@ -1,4 +1,4 @@
-"""The plan of a layer under expert parallelism whose tokens and sums the ranks store into each other's windows.
+"""The plan of a layer under expert parallelism whose tokens and results the ranks store into each other's windows.
 
 Each rank computes its experts for the tokens of all ranks, as in any other step; only what is before and after differs.
 csrc/ranks/window.cuh says why nothing is acknowledged.
@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import KernelKey
@@ -18,12 +18,15 @@ from fp8moe_plugin.plan.sm90.catalog import (
     MAX_RANKS,
     PACKED_FORMATS,
     SMALL_BATCH_TOKENS,
+    add_rows_key,
     add_sums_key,
     push_sums_key,
     push_tokens_key,
 )
-from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer, row_tile
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.spec import LayerSpec
+from fp8moe_plugin.plan.tuning import PUSHED_ROWS_PER_EXPERT, PUSHED_ROWS_RANKS_FROM
 
 HEADER_BYTES = 8 * (MAX_RANKS + 7) + 4 * 5 + 128 * MAX_RANKS  # of `Window` in csrc/ranks/window.cuh
 TOKEN_BLOCKS, SUM_BLOCKS = 2, 10  # most blocks per multiprocessor of push_tokens and push_sums: one wave
@@ -42,8 +45,12 @@ class WindowLayout(NamedTuple):
     nbytes: int
 
 
-def window_layout(ranks: int, rows: int, hidden: int, topk: int) -> WindowLayout:
-    """Returns the layout of windows for steps of up to `rows` tokens on each rank."""
+def window_layout(ranks: int, rows: int, hidden: int, topk: int, experts: int) -> WindowLayout:
+    """Returns the layout of windows for steps of up to `rows` tokens on each rank.
+
+    Args:
+        experts: of all ranks. They decide in which steps sums of N ranks arrive, and in which rows of k experts.
+    """
     tokens, scales = ranks * rows, hidden // GROUP
     unquantized = min(tokens, SMALL_BATCH_TOKENS[-1])
     sizes = (
@@ -52,7 +59,7 @@ def window_layout(ranks: int, rows: int, hidden: int, topk: int) -> WindowLayout
         4 * tokens * scales,
         4 * tokens * topk,
         4 * tokens * topk,
-        2 * tokens * hidden,
+        2 * max(tokens, min(rows, most_pushed_rows(ranks, topk, experts)) * topk) * hidden,
     )
     return WindowLayout(*offsets(*sizes))
 
@@ -69,6 +76,25 @@ def push_refusal(ranks: int, hidden: int) -> str | None:
 def largest_share(experts: int, ranks: int) -> int:
     """Returns the most experts that a rank may have: the shares of two ranks differ by at most one expert."""
     return ceil_div(experts, ranks)
+
+
+def most_pushed_rows(ranks: int, topk: int, experts: int) -> int:
+    """Returns the most tokens of a rank in a step whose GEMM 2 may push rows, 0 if it never does."""
+    return PUSHED_ROWS_PER_EXPERT * experts // (ranks * topk) if ranks >= PUSHED_ROWS_RANKS_FROM else 0
+
+
+def may_push_rows(spec: LayerSpec) -> bool:
+    """Returns whether GEMM 2 of a layer pushes rows in some steps, in place of sums, which have other bits."""
+    return spec.weights == FP8_BLOCK and not spec.bias and not spec.batch_invariant
+
+
+def pushes_rows(spec: LayerSpec, ranks: int, rows: int, tuning: GpuTuning = UNTUNED) -> bool:
+    """Returns whether GEMM 2 pushes rows in place of sums in a step; the same on all ranks.
+
+    Without its kernel for many rows, a step is short, and has few bytes to push.
+    """
+    fits = rows <= most_pushed_rows(ranks, spec.shape.topk, spec.shape.global_experts)
+    return may_push_rows(spec) and fits and row_tile(spec, ranks * rows, tuning) == MANY_ROWS
 
 
 class PushScratch(NamedTuple):
@@ -92,7 +118,8 @@ class PushStep:
     token_blocks: int
     push_sums: KernelKey
     most_sum_blocks: int
-    add_sums: KernelKey
+    pushes_rows: bool  # GEMM 2 stores rows in the windows, and push_sums stores nothing
+    add: KernelKey  # of the sums or the rows that have arrived
     scratch: PushScratch
 
 
@@ -106,7 +133,8 @@ def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int, tuni
     alike = spec._replace(shape=share, quantized=spec.weights in PACKED_FORMATS)
     of_share = plan_layer(alike, tokens, multiprocessors, tuning)
     small = isinstance(of_share, SmallBatchStep)  # its kernels quantize tokens, and sum up each token's experts
-    layer = plan_layer(spec._replace(quantized=not small), tokens, multiprocessors, tuning)
+    by_rows = not small and pushes_rows(spec, ranks, rows, tuning)
+    layer = plan_layer(spec._replace(quantized=not small), tokens, multiprocessors, tuning, by_rows)
     return PushStep(
         spec=spec,
         ranks=ranks,
@@ -116,6 +144,7 @@ def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int, tuni
         token_blocks=min(rows, TOKEN_BLOCKS * multiprocessors),
         push_sums=push_sums_key(),
         most_sum_blocks=SUM_BLOCKS * multiprocessors,
-        add_sums=add_sums_key(),
+        pushes_rows=by_rows,
+        add=add_rows_key() if by_rows else add_sums_key(),
         scratch=PushScratch(*offsets(layer.scratch.nbytes, 2 * tokens * hidden if small else 0)),
     )

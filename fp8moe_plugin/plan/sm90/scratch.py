@@ -19,7 +19,7 @@ class SortedScratch(NamedTuple):
     x: int  # e4m3 [rows, H], or [T, H] if GEMM 1 gathers; empty if it gathers tokens that arrive quantized
     x_scales: int  # float32, of x; K-major, or row-major if GEMM 1 gathers
     slots: int  # int32 [T, topk]: the row of each (token, expert) pair, -1 for none
-    tokens: int  # int32 [rows]: the token of each row
+    tokens: int  # int32 [rows]: the token of each row; its pair, if rows are pushed
     num_rows: int  # int32 [1]
     expert_counts: int  # uint32 [chunks, ceil(E / 2)], if count_experts runs
     table: int  # int32 [tiles, 4]
@@ -28,7 +28,7 @@ class SortedScratch(NamedTuple):
     partial: int  # float32 [splits, rows, 2I], if blocks of GEMM 1 split K
     inner: int  # e4m3 [rows, I]
     inner_scales: int  # float32, of inner, K-major
-    down: int  # bfloat16 [rows, H]
+    down: int  # bfloat16 [rows, H]; empty if rows are pushed
     nbytes: int  # the sum of all pieces
 
 
@@ -63,7 +63,13 @@ class GroupedScratch(NamedTuple):
 
 
 def sorted_scratch(
-    spec: LayerSpec, tokens: int, tile_rows: int, gathers: bool, k_splits: int, row_counters: int
+    spec: LayerSpec,
+    tokens: int,
+    tile_rows: int,
+    gathers: bool,
+    k_splits: int,
+    row_counters: int,
+    pushes_rows: bool = False,
 ) -> SortedScratch:
     """Returns the layout for a step; the arguments are fields of `SortedStep` and its tile."""
     topk, hidden, intermediate, local_experts, _ = spec.shape
@@ -83,7 +89,7 @@ def sorted_scratch(
         8 * k_splits * rows * intermediate if k_splits > 1 else 0,
         rows * intermediate,
         4 * scale_pitch(rows) * (intermediate // GROUP),
-        2 * rows * hidden,
+        0 if pushes_rows else 2 * rows * hidden,
     )
     return SortedScratch(*offsets(*sizes))
 

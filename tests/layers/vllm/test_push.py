@@ -86,13 +86,13 @@ def test_explain_says_which_windows_are_opened(switched_on, plugin_log, monkeypa
     opened = []
     group = SimpleNamespace(world_size=8, device_group=object(), cpu_group=None)
     monkeypatch.setattr(push, "get_ep_group", lambda: group)
-    monkeypatch.setattr(push, "open_group_window", lambda *sizes: opened.append(sizes[2:5]))
+    monkeypatch.setattr(push, "open_group_window", lambda *sizes: opened.append(sizes[2:6]))
     monkeypatch.setattr(push, "_windows", {})
     plugin_log.set_level("INFO", logger="fp8moe")
     options = engine()
     options.parallel_config.tensor_parallel_size = 1
     options.scheduler_config = SimpleNamespace(max_num_batched_tokens=16384)
-    push._window(7168, 8, torch.device("cpu"), options)
+    push._window(7168, 8, 256, torch.device("cpu"), options)
     found = all_to_all(read_model(describe(tmp_path, V3)), Parallel(1, 8, ep=8), 16384)
-    assert opened == [(found.window_rows, 7168, 8)]
+    assert opened == [(found.window_rows, 7168, 8, 256)]
     assert plugin_log.messages == [f"fp8moe: {found.why.rstrip('.')}"]
