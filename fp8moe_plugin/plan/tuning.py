@@ -118,7 +118,7 @@ PUSHED_ROWS_RANKS_FROM = 4
 
 # The most rows per expert, on average, for which GEMM 2 stores rows so. Windows have room for these rows.
 # Measured: on 4 H200, layers of DeepSeek-V4-Flash with 48, 96, 192 and 384 rows per expert take 0.94, 0.90, 0.94 and
-# 0.97 of their time with sums, those of DeepSeek-V3 with 64, 128, 256 and 512 rows 0.97, 0.95, 0.98 and 1.01 (094).
+# 0.97 of their time with sums, those of DeepSeek-V3 with 64, 128, 256 and 512 rows 0.97, 0.95, 0.98 and 1.01 ([094]).
 # Measure again: on 8 GPUs; between 384 and 512 rows; for formats other than block FP8 and for biases, which keep sums.
 PUSHED_ROWS_PER_EXPERT = 400
 
