@@ -290,9 +290,10 @@ def serve(patch: pytest.MonkeyPatch, device: devices.Device) -> None:
 
 @contextmanager
 def rows_pushed_from(ranks: int) -> Iterator[None]:
-    """Steps of that many ranks or more may push rows of GEMM 2 in place of sums."""
+    """Steps of that many ranks or more may push rows of GEMM 2 in place of sums, also of narrow experts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(push, "PUSHED_ROWS_RANKS_FROM", ranks)
+        patch.setattr(push, "GATHER_UP_TO", 0)
         patch.setattr(push_op, "plan_push", functools.cache(push.plan_push.__wrapped__))  # its cache has other plans
         yield
 

@@ -54,9 +54,9 @@ def check_tensor(what: str, parameter: torch.Tensor, tensor: torch.Tensor) -> No
         raise CheckpointError(
             f"{what} has dtype {tensor.dtype}, but a {weights.name} checkpoint has {' or '.join(map(str, wanted))}. "
             "If this layer stays unquantized, its full name must be in the quantization_config's list of unquantized "
-            "layers (modules_to_not_convert or ignored_layers), in config.json or in what overrides it, such as "
-            "hf_overrides. Else download the checkpoint again, or serve the unquantized one: --quantization fp8moe "
-            "quantizes it."
+            "layers (ignored_layers, or modules_to_not_convert if that is missing; with compressed-tensors ignore), in "
+            "config.json or in what overrides it, such as hf_overrides. Else download the checkpoint again, or serve "
+            "the unquantized one: --quantization fp8moe quantizes it."
         )
     if tensor.dim() < 2:
         raise CheckpointError(

@@ -15,6 +15,7 @@ from fp8moe_plugin.layers.all_to_all import place_refusal
 from fp8moe_plugin.ops.window import Window, open_window
 from fp8moe_plugin.plan.gpu_tuning import GpuTuning
 from fp8moe_plugin.plan.sm90.push import push_refusal, window_layout
+from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
 
 logger = logging.getLogger("fp8moe")
 PATIENCE_S = 600  # as NCCL; longer than one rank compiles or loads while the others wait
@@ -40,10 +41,10 @@ def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device, 
     peers = [i for i, uuid in enumerate(visible) if str(uuid) in gpus and i != device.index]
     found: list[Any] = [None] * group.size()
     reached = all(torch.cuda.can_device_access_peer(device, i) and has_peer_atomics(device.index, i) for i in peers)
-    dist.all_gather_object(found, (reached, tuning), group)
-    reaches, tunings = zip(*found, strict=True)
-    if len(set(tunings)) > 1:
-        return "a group whose ranks have different thresholds (FP8MOE_TUNING), and would choose other formats"
+    dist.all_gather_object(found, (reached, (tuning, batch_invariant())), group)
+    reaches, deciding = zip(*found, strict=True)
+    if len(set(deciding)) > 1:
+        return f"a group whose ranks differ in FP8MOE_TUNING or {BATCH_INVARIANT}, and would choose other formats"
     return place_refusal(places, reaches)
 
 

@@ -59,9 +59,9 @@ def push_moe(
         ue8m0, routed_scale, out: as for `fused_moe`, of this rank. H, k and the number of experts are the window's.
     Returns:
         bfloat16 `[T, H]`: the sum of each rank's share, which is rounded to bfloat16, in float32 and in the order of
-        the ranks. In long steps of 4 ranks or more, it is the sum of `fused_moe`: GEMM 2 `pushes_rows` then. Captures
-        in a CUDA graph; graphs of any number of rows may be replayed in any order, if all ranks replay the same. Only
-        CUDA kernels compute it.
+        the ranks; or the sum of `fused_moe` in steps that push rows (`pushes_rows` in plan/sm90/push.py). Captures in a
+        CUDA graph; graphs of any number of rows may be replayed in any order, if all ranks replay the same. Only CUDA
+        kernels compute it.
     Raises:
         InvalidInputError: as `fused_moe`; or the sizes do not match the window's.
         UnsupportedError: no SM90 kernels serve this device.

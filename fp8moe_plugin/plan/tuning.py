@@ -116,10 +116,11 @@ EP_WINDOW_BYTES = 2**30
 # Measure again: on 3 and on 8 GPUs.
 PUSHED_ROWS_RANKS_FROM = 4
 
-# The most rows per expert, on average, for which GEMM 2 stores rows so. Windows have room for these rows.
+# The most rows per expert, on average, for which GEMM 2 pushes rows. Windows have room for them.
 # Measured: on 4 H200, layers of DeepSeek-V4-Flash with 48, 96, 192 and 384 rows per expert take 0.94, 0.90, 0.94 and
 # 0.97 of their time with sums, those of DeepSeek-V3 with 64, 128, 256 and 512 rows 0.97, 0.95, 0.98 and 1.01 ([094]).
-# Measure again: on 8 GPUs; between 384 and 512 rows; for formats other than block FP8 and for biases, which keep sums.
+# Measure again: on 8 GPUs; between 384 and 512 rows; for experts of up to `GATHER_UP_TO` channels, formats other than
+# block FP8, and biases, which keep sums.
 PUSHED_ROWS_PER_EXPERT = 400
 
 # The number of SMs for which splits of K, and the tiles of dense layers on a machine without a GPU, are planned. It

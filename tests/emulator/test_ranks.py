@@ -119,7 +119,8 @@ def test_pushed_rows_have_the_bits_of_one_rank(emulator: Device) -> None:
     def ops(rank: int) -> None:
         outs[rank] = group.push(rank, tokens, tuple(t[rank * tokens :][:tokens] for t in (x, weights, ids)))
 
-    group.run(1, ops)
+    with h.rows_pushed_from(ranks):
+        group.run(1, ops)
     alone = emulator.execute(1, partial(fused_moe, x, *layer, weights, ids))
     assert torch.cat([outs[rank] for rank in range(ranks)]).equal(alone)
 

@@ -49,20 +49,21 @@ def test_a_window_at_its_limit_has_room_for_pushed_rows(ranks: int, experts: int
     assert window_layout(ranks, size.rows + 1, 7168, 8, experts).nbytes > EP_WINDOW_BYTES
 
 
-THRESHOLDS = "a group whose ranks have different thresholds (FP8MOE_TUNING), and would choose other formats"
+OTHER_FORMATS = "a group whose ranks differ in FP8MOE_TUNING or VLLM_BATCH_INVARIANT, and would choose other formats"
 PCIE = "a GPU that cannot store into the memory of another one over NVLink"
 
 
 @pytest.mark.parametrize(
     ("peers", "atomics", "why"),
     [
-        (UNTUNED, True, None),
-        (UNTUNED, False, PCIE),
-        (GpuTuning(small_batch_bytes=0), True, THRESHOLDS),
+        ((UNTUNED, False), True, None),
+        ((UNTUNED, False), False, PCIE),
+        ((GpuTuning(small_batch_bytes=0), False), True, OTHER_FORMATS),
+        ((UNTUNED, True), True, OTHER_FORMATS),
     ],
 )
 def test_ranks_that_do_not_push(
-    monkeypatch: pytest.MonkeyPatch, peers: GpuTuning, atomics: bool, why: str | None
+    monkeypatch: pytest.MonkeyPatch, peers: tuple[GpuTuning, bool], atomics: bool, why: str | None
 ) -> None:
     def gather(found: list[Any], mine: tuple[Any, Any], group: object) -> None:
         found[:] = [mine, ("here", "1") if mine[0] == "here" else (True, peers)]

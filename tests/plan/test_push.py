@@ -15,7 +15,7 @@ from fp8moe_plugin.plan.sm90.kernel_sets import layer_kernels
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, plan_layer
 from fp8moe_plugin.plan.sm90.push import plan_push, pushes_rows, window_layout
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
-from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
+from fp8moe_plugin.plan.tuning import GATHER_UP_TO, MULTIPROCESSORS
 
 
 def test_ranks_with_unequal_shares_agree_on_the_format() -> None:
@@ -43,6 +43,8 @@ V3, FLASH = LayerSpec(MoeShape(8, 7168, 2048, 64, 256)), LayerSpec(MoeShape(6, 4
         (FLASH, 4, 512, True),
         (FLASH, 4, 4096, True),
         (FLASH, 2, 4096, False),
+        (FLASH._replace(shape=FLASH.shape._replace(intermediate=1152)), 4, 2048, True),
+        (FLASH._replace(shape=FLASH.shape._replace(intermediate=1024)), 4, 2048, False),  # GEMM 1 gathers tokens
         (FLASH._replace(weights=FP8_CHANNEL), 4, 2048, False),
         (FLASH._replace(weights=PACKED_MXFP4), 4, 2048, False),
         (FLASH._replace(bias=True), 4, 2048, False),
@@ -68,11 +70,10 @@ def test_ranks_that_differ_agree_on_rows_or_sums(rows: int, tuning: GpuTuning) -
     assert len(steps) == 1
 
 
-@pytest.mark.parametrize("intermediate", [256, 2048])
-def test_a_step_that_pushes_rows_keeps_none(intermediate: int) -> None:
-    layer = plan_push(V3._replace(shape=V3.shape._replace(intermediate=intermediate)), 4, 2048, MULTIPROCESSORS).layer
+def test_a_step_that_pushes_rows_keeps_none() -> None:
+    layer = plan_push(V3, 4, 2048, MULTIPROCESSORS).layer
     assert isinstance(layer, SortedStep)
-    assert not layer.gathers, "it knows pairs in place of tokens"
+    assert not layer.gathers, "rows have pairs in place of tokens"
     assert layer.scratch.down == layer.scratch.nbytes, "no rows are here"
 
 
@@ -96,7 +97,7 @@ def test_the_kernels_of_each_step_are_listed(form: dict[str, Any], intermediate:
         owners, window = (Slot(len(LAYER_SLOTS) + i) for i in range(2))
         launched |= {launch.key for launch in push_launches(step, LAYER_SLOTS, owners, window, layout, rows, False)}
     assert launched <= set(layer_kernels(spec, Arrival.PUSHED))
-    assert (add_rows_key() in launched) == (not form)
+    assert (add_rows_key() in launched) == (not form and intermediate > GATHER_UP_TO)
 
 
 @pytest.mark.parametrize("spec", [V3, FLASH])

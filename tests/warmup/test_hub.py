@@ -86,7 +86,7 @@ def list_kernels(
 def test_only_the_description_of_a_model_is_fetched(hub: str, tmp_path: Path) -> None:
     done = list_kernels("maker/model", hub, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "36 kernels, " in done.stdout
+    assert "35 kernels, " in done.stdout
     assert Hub.fetched == {"config.json"}
 
 

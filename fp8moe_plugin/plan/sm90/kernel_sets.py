@@ -91,13 +91,10 @@ def _push_kernels(spec: LayerSpec) -> KernelSet:
 
 def _pushed_rows_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the kernels with which GEMM 2 pushes rows in place of sums."""
-    down, down_keeps_b = (pushed(grouped_gemm_key(Output.BF16, keep_b=keep)) for keep in (False, True))
-    steps = f"in groups of {PUSHED_ROWS_RANKS_FROM} or more ranks, in steps of more than {few_rows_tokens(spec)} tokens"
+    steps = f"in steps of {PUSHED_ROWS_RANKS_FROM} or more ranks and more than {few_rows_tokens(spec)} tokens"
     return {
-        down: f"GEMM 2 that stores rows in the windows of their tokens' ranks, {steps}",
-        down_keeps_b: f"the same of experts of up to {KEEP_B_UP_TO} channels, in steps of {EARLY_BELOW} or more tokens "
-        "per expert",
-        add_rows_key(): "the weighted sum of the rows that arrive so",
+        pushed(grouped_gemm_key(Output.BF16)): f"GEMM 2 that stores rows in the windows of other ranks, {steps}",
+        add_rows_key(): "the weighted sum of these rows",
     }
 
 

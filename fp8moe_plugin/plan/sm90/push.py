@@ -26,7 +26,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer, row_tile
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.spec import LayerSpec
-from fp8moe_plugin.plan.tuning import PUSHED_ROWS_PER_EXPERT, PUSHED_ROWS_RANKS_FROM
+from fp8moe_plugin.plan.tuning import GATHER_UP_TO, PUSHED_ROWS_PER_EXPERT, PUSHED_ROWS_RANKS_FROM
 
 HEADER_BYTES = 8 * (MAX_RANKS + 7) + 4 * 5 + 128 * MAX_RANKS  # of `Window` in csrc/ranks/window.cuh
 TOKEN_BLOCKS, SUM_BLOCKS = 2, 10  # most blocks per multiprocessor of push_tokens and push_sums: one wave
@@ -84,8 +84,12 @@ def most_pushed_rows(ranks: int, topk: int, experts: int) -> int:
 
 
 def may_push_rows(spec: LayerSpec) -> bool:
-    """Returns whether GEMM 2 of a layer pushes rows in some steps, in place of sums, which have other bits."""
-    return spec.weights == FP8_BLOCK and not spec.bias and not spec.batch_invariant
+    """Returns whether GEMM 2 of a layer pushes rows in some steps, in place of sums, which have other bits.
+
+    Narrow experts have less arithmetic for each row that is pushed, and GEMM 1 could not gather their tokens.
+    """
+    wide = spec.shape.intermediate > GATHER_UP_TO
+    return wide and spec.weights == FP8_BLOCK and not spec.bias and not spec.batch_invariant
 
 
 def pushes_rows(spec: LayerSpec, ranks: int, rows: int, tuning: GpuTuning = UNTUNED) -> bool:
