@@ -84,21 +84,22 @@ def most_pushed_rows(ranks: int, topk: int, experts: int) -> int:
 
 
 def may_push_rows(spec: LayerSpec) -> bool:
-    """Returns whether GEMM 2 of a layer pushes rows in some steps, in place of sums, which have other bits.
+    """Returns whether GEMM 2 pushes rows in some steps of such layers, in place of sums, which have other bits.
 
-    Narrow experts have less arithmetic for each row that is pushed, and GEMM 1 could not gather their tokens.
+    The answer does not depend on shapes, as the kernels do not.
     """
-    wide = spec.shape.intermediate > GATHER_UP_TO
-    return wide and spec.weights == FP8_BLOCK and not spec.bias and not spec.batch_invariant
+    return spec.weights == FP8_BLOCK and not spec.bias and not spec.batch_invariant
 
 
 def pushes_rows(spec: LayerSpec, ranks: int, rows: int, tuning: GpuTuning = UNTUNED) -> bool:
     """Returns whether GEMM 2 pushes rows in place of sums in a step; the same on all ranks.
 
-    Without its kernel for many rows, a step is short, and has few bytes to push.
+    Without its kernel for many rows, a step is short, and has few bytes to push. Narrow experts have less arithmetic
+    for each row that is pushed, and GEMM 1 could not gather their tokens.
     """
+    wide = spec.shape.intermediate > GATHER_UP_TO
     fits = rows <= most_pushed_rows(ranks, spec.shape.topk, spec.shape.global_experts)
-    return may_push_rows(spec) and fits and row_tile(spec, ranks * rows, tuning) == MANY_ROWS
+    return may_push_rows(spec) and wide and fits and row_tile(spec, ranks * rows, tuning) == MANY_ROWS
 
 
 class PushScratch(NamedTuple):
