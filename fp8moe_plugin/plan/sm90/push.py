@@ -23,7 +23,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     push_sums_key,
     push_tokens_key,
 )
-from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer, row_tile
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, StepPlan, plan_layer, row_tile
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, PUSHED_ROWS_PER_EXPERT, PUSHED_ROWS_RANKS_FROM
@@ -123,9 +123,13 @@ class PushStep:
     token_blocks: int
     push_sums: KernelKey
     most_sum_blocks: int
-    pushes_rows: bool  # GEMM 2 stores rows in the windows, and push_sums stores nothing
     add: KernelKey  # of the sums or the rows that have arrived
     scratch: PushScratch
+
+    @property
+    def pushes_rows(self) -> bool:
+        """Whether GEMM 2 stores rows in the windows, and push_sums stores nothing."""
+        return isinstance(self.layer, SortedStep) and self.layer.pushes_rows
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,7 +153,6 @@ def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int, tuni
         token_blocks=min(rows, TOKEN_BLOCKS * multiprocessors),
         push_sums=push_sums_key(),
         most_sum_blocks=SUM_BLOCKS * multiprocessors,
-        pushes_rows=by_rows,
         add=add_rows_key() if by_rows else add_sums_key(),
         scratch=PushScratch(*offsets(layer.scratch.nbytes, 2 * tokens * hidden if small else 0)),
     )
