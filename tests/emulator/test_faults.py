@@ -144,7 +144,7 @@ def ranks_that_push(emulator: Device, seed: int) -> None:
 
 
 def ranks_with_many_blocks(emulator: Device, seed: int) -> None:
-    """Of which the last counts for all."""
+    """The last of them counts for all."""
     assert run_calls(emulator, seed, [[3, 2], [2, 2], [1, 3]], inputs=0, few_blocks=0) <= MOST_ERROR, WRONG_RESULT
 
 

@@ -46,7 +46,7 @@ def test_more_blocks_than_count_themselves_on_all_ranks(emulator: Device, seed: 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ranks_with_other_grids(emulator: Device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs of which some ranks use fewer multiprocessors."""
+    """As where some ranks use fewer multiprocessors of their GPUs."""
 
     def beside(number: int) -> Device:
         device = Device.beside(emulator, number)
