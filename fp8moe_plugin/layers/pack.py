@@ -1,5 +1,6 @@
-"""Experts in MXFP4 that stay in MXFP4: each projection is packed as soon as its codes and exponents have arrived.
+"""Experts in MXFP4 that stay in MXFP4: projections are packed when the codes and exponents of several have arrived.
 
+Packing one alone takes about sixty calls of torch, each of which costs the host several microseconds.
 Every rank receives the whole projection and takes its part first. Parameters have one expert per index of their first
 dimension, as EPLB needs them. They have no room for further steps (ops/mxfp4.py) until an expert needs some; then those
 of its layer grow. New weights that need more of them than the parameters of a running layer have are refused, since
@@ -7,20 +8,26 @@ CUDA graphs have their addresses, and so is EPLB with them, because all ranks wo
 """
 
 import logging
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from fp8moe_plugin.checkpoint.shapes import local_intermediate
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.fp8_block import GROUP
+from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, CODE_BYTES, MXFP4
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.recode import check_exponents, to_device
+from fp8moe_plugin.layers.recode import Halves, check_exponents, to_device
 from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import Steps, further_steps, steps_of, widened, write_down, write_half
 
 logger = logging.getLogger("fp8moe")
+
+MOVED = torch.int64, torch.float32  # dtypes in which weights and scales of experts are gathered: bytes would take long
+BATCH_BYTES = 1 << 24  # of codes that are packed at once; the device needs up to ten times as much meanwhile
 
 
 class Share(NamedTuple):
@@ -43,17 +50,147 @@ def part_of_rank(role: Role, tensor: torch.Tensor, down: bool, share: Share) -> 
     return tensor.view(torch.uint8).narrow(dim, start, end - start)
 
 
-def _padded(role: Role, tensor: torch.Tensor, down: bool, share: Share) -> torch.Tensor:
-    """Returns what `part_of_rank` does, zero-padded to whole scale blocks."""
-    dim, part = _part(role, down, share)
-    missing = part - tensor.shape[dim]
-    return torch.nn.functional.pad(tensor, (0, missing) if down else (0, 0, 0, missing)) if missing else tensor
+def _joined(role: Role, parts: list[torch.Tensor], down: bool, share: Share) -> torch.Tensor:
+    """Returns what `part_of_rank` does for several projections as one matrix, each zero-padded to whole blocks."""
+    _, part = _part(role, down, share)
+    rows, columns = parts[0].shape
+    missing = (part - columns, -rows % GROUP) if down else (0, part - rows)
+    joined = torch.stack(parts) if len(parts) > 1 else parts[0][None]
+    padded = torch.nn.functional.pad(joined, (0, missing[0], 0, missing[1])) if any(missing) else joined
+    return padded.flatten(0, 1)
 
 
 def _part(role: Role, down: bool, share: Share) -> tuple[int, int]:
     """Returns the dimension of the intermediate channels and the size of a rank's part."""
     dim, unit = (1, MXFP4.tensor(role).block[1]) if down else (0, 1)
     return dim, local_intermediate(share.intermediate, share.ranks) // unit
+
+
+class Projection(NamedTuple):
+    """The rank's part of a projection."""
+
+    name: str  # for messages
+    codes: torch.Tensor
+    exponents: torch.Tensor
+    most: int  # by how much they differ at most
+
+
+@dataclass
+class ShardBatch:
+    """Projections of one shard of a layer that are packed at once.
+
+    Args:
+        parameters: those of w13 or w2. They grow to have room for the projections' steps.
+        shard_id: "w1" (gate), "w2" (down) or "w3" (up).
+        running: whether CUDA graphs may have the addresses of the parameters, so they cannot grow.
+        balanced: whether ranks exchange experts.
+    """
+
+    parameters: tuple[torch.Tensor, torch.Tensor]
+    shard_id: str
+    share: Share
+    running: bool
+    balanced: bool
+    projections: dict[int, Projection] = field(default_factory=dict)  # by the slots of the parameters' experts
+
+    def add(self, name: str, slots: Iterable[int], both: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Add a projection, in place of an earlier one of the same slots.
+
+        Args:
+            name: for messages.
+            slots: those of the parameters' experts that hold it.
+            both: the rank's part of its codes, on the parameters' device, which are kept, and exponents, on any device.
+        Raises:
+            CheckpointError: an exponent is NaN or too large.
+        """
+        codes, exponents = both
+        most = check_exponents(name, exponents)
+        projection = Projection(name, codes, to_device(exponents, codes.device, copy=True), most)
+        for slot in slots:
+            self.projections[slot] = projection
+
+    @property
+    def waits(self) -> bool:
+        """Whether others may be packed with these. A projection that may be refused is not kept waiting."""
+        shape, halves = self.parameters[0].shape, 1 if self.shard_id == "w2" else 2
+        size = math.prod(shape[1:]) * CODE_BYTES // (CHUNK_BYTES * halves)
+        refusable = (self.running or self.balanced) and any(each.most > SPAN for each in self.projections.values())
+        return not refusable and len(self.projections) < min(shape[0], BATCH_BYTES // size)
+
+    def write(self) -> None:
+        """Pack the projections.
+
+        Raises:
+            CheckpointError: a running layer has no room for the steps of one.
+            UnsupportedError: one has further steps, and ranks exchange experts.
+        """
+        found, form = list(self.projections.values()), (self.shard_id == "w2", self.share)
+        codes = _joined(Role.WEIGHT, [each.codes for each in found], *form)
+        exponents = _joined(Role.SCALES, [each.exponents for each in found], *form)
+        blocks = Fp4Blocks.of(codes, exponents, max(each.most for each in found))
+        if blocks.span > SPAN and len(found) > 1:
+            for slot, each in self.projections.items():
+                replace(self, projections={slot: each}).write()
+            return
+        steps = steps_of(blocks)
+        self._make_room(found[0].name, steps.extra)
+        self._write(list(self.projections), steps)
+
+    def _write(self, slots: list[int], steps: Steps) -> None:
+        first, end = slots[0], slots[0] + len(slots)
+        if slots == list(range(first, end)):
+            weight, scales = (parameter.data[first:end] for parameter in self.parameters)
+            write(weight, scales, self.shard_id, steps)
+            return
+        index = to_device(torch.tensor(slots), steps.codes.device)
+        whole = [parameter.data.view(dtype) for parameter, dtype in zip(self.parameters, MOVED, strict=True)]
+        weight, scales = parts = [parameter.index_select(0, index) for parameter in whole]
+        write(weight.view(torch.uint8), scales, self.shard_id, steps)
+        for parameter, part in zip(whole, parts, strict=True):
+            parameter.index_copy_(0, index, part)
+
+    def _make_room(self, name: str, extra: int) -> None:
+        """Make room for the further steps of a projection."""
+        halves, room = 1 if self.shard_id == "w2" else 2, further_steps(*self.parameters)
+        further = extra * halves
+        if further and self.balanced:
+            raise UnsupportedError(
+                f"{name}: the exponents of a block differ by more than expert load balancing can serve. Restart "
+                "without --enable-eplb, or with FP8MOE_FP4_EXPERTS=fp8."
+            )
+        if self.running:
+            check_room(name, further, room)
+        if further > room:
+            grow(name, *self.parameters, halves == 2, further)
+
+
+def pack_later(
+    halves: Halves,
+    layer: str,
+    name: str,
+    slots: Iterable[int],
+    both: tuple[torch.Tensor, torch.Tensor],
+    batch: ShardBatch,
+) -> None:
+    """Pack a rank's part of a projection with others of its shard, at the latest in `Halves.write`.
+
+    Args:
+        layer: its name.
+        both: codes and exponents; see `ShardBatch.add`.
+        batch: an empty one, for a projection that others do not wait for.
+    Raises:
+        CheckpointError, UnsupportedError: the projection is refused; see `ShardBatch`.
+    """
+    shard = f"{layer} ({batch.shard_id})"
+    waiting = halves.batches.get(shard)
+    if not isinstance(waiting, ShardBatch) or waiting.parameters[0] is not batch.parameters[0]:
+        waiting = batch  # others were loaded into parameters that the layer has no more
+    waiting.add(name, slots, both)
+    if waiting.waits:
+        halves.keep(shard, waiting)
+    else:
+        halves.batches.pop(shard, None)
+        waiting.write()
 
 
 def pack(
@@ -67,37 +204,10 @@ def pack(
     running: bool,
     balanced: bool,
 ) -> None:
-    """Write a rank's part of a projection to the parameters of w13 or w2, which grow to have room for its steps.
-
-    Args:
-        name: the projection's, for messages.
-        slots: those of the parameters' experts that hold it.
-        shard_id: "w1" (gate), "w2" (down) or "w3" (up).
-        both: the rank's part of its codes, on the parameters' device, and exponents, on any device.
-        running: whether CUDA graphs may have the addresses of the parameters, so they cannot grow.
-        balanced: whether ranks exchange experts.
-    Raises:
-        CheckpointError: an exponent is NaN or too large, or a running layer has no room for its steps.
-        UnsupportedError: it has further steps, and ranks exchange experts.
-    """
-    weight, scales = parameters
-    down, halves = (True, 1) if shard_id == "w2" else (False, 2)
-    most = check_exponents(name, both[1])
-    own = both[0], to_device(both[1], both[0].device)
-    codes, exponents = (_padded(role, half, down, share) for role, half in zip(Role, own, strict=True))
-    steps = steps_of(Fp4Blocks.of(codes, exponents, most))
-    further = steps.extra * halves
-    if further and balanced:
-        raise UnsupportedError(
-            f"{name}: the exponents of a block differ by more than expert load balancing can serve. Restart without "
-            "--enable-eplb, or with FP8MOE_FP4_EXPERTS=fp8."
-        )
-    if running:
-        check_room(name, further, further_steps(weight, scales))
-    if further > further_steps(weight, scales):
-        grow(name, weight, scales, halves == 2, further)
-    for slot in slots:
-        write(weight.data[slot], scales.data[slot], shard_id, steps)
+    """Pack a rank's part of a projection now; see `ShardBatch`."""
+    batch = ShardBatch(parameters, shard_id, share, running, balanced)
+    batch.add(name, slots, both)
+    batch.write()
 
 
 def write(weight: torch.Tensor, scales: torch.Tensor, shard_id: str, steps: Steps) -> None:

@@ -1,4 +1,4 @@
-"""Counts what code does with torch: on a GPU, launches of kernels and waits for them."""
+"""Counts what code does with torch: on a GPU, launches of kernels and waits for them, and memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -40,3 +41,33 @@ def counted(device: str) -> Iterator[Operations]:
 
     with Waits(), Launches():
         yield found
+
+
+@dataclass
+class Memory:
+    peak: int = 0  # bytes
+
+
+@contextmanager
+def held(device: str) -> Iterator[Memory]:
+    """Measures how much memory the tensors take that a block makes on a device, the meta device, too."""
+    found, storages = Memory(), dict[int, tuple[StorageWeakRef, int]]()
+
+    class Storages(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given, result = storages_of((args, kwargs)), op(*args, **(kwargs or {}))
+            for key, storage in storages_of(result).items():
+                if key not in given and storage.device.type == device:
+                    storages[key] = StorageWeakRef(storage), storage.nbytes()
+            for key in [key for key, (reference, _) in storages.items() if reference.expired()]:
+                del storages[key]
+            found.peak = max(found.peak, sum(size for _, size in storages.values()))
+            return result
+
+    with Storages():
+        yield found
+
+
+def storages_of(tree: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

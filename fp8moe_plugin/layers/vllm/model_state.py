@@ -139,7 +139,10 @@ class ModelState:
             serving = serving or _serves(module)
             self.calls += 1
             try:
-                return load(self._arriving(weights, serving), *args, **kwargs)
+                loaded = load(self._arriving(weights, serving), *args, **kwargs)
+                if self.calls == 1:
+                    self.halves.write()
+                return loaded
             except BaseException as error:
                 self.halves.clear()
                 if not serving or self.calls > 1 or self.failure or self._has_changed_nothing(module):

@@ -1,4 +1,4 @@
-"""Experts in MXFP4: each projection is packed for the kernels as soon as its codes and exponents have arrived."""
+"""Experts in MXFP4: projections are packed for the kernels once the codes and exponents of several have arrived."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.pack import Share, check_room, grow, pack, part_of_rank
+from fp8moe_plugin.layers.pack import ShardBatch, Share, check_room, grow, pack_later, part_of_rank
 from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.recode import Halves, targets
 from fp8moe_plugin.layers.vllm import compat
@@ -30,8 +30,9 @@ class PackedMoeMethod(Fp8MoeMethod):
         return MethodType(_loader(self.prefix, self.scale, arriving.share), loader.__self__)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if self.loading.reloading:
-            with self.loading.errors_fail_model():
+        with self.loading.errors_fail_model():
+            self.loading.model.halves.write(f"{self.prefix} ")
+            if self.loading.reloading:
                 self._match_further_steps(layer)
         super().process_weights_after_loading(layer)
 
@@ -69,16 +70,14 @@ def _loader(prefix: str, scale: str, share: Share) -> Callable[..., bool | None]
         halves: Halves = layer.fp8moe_loading.model.halves
         moe, role = layer.moe_config, role_of(param)
         half = part_of_rank(role, loaded_weight, shard_id == "w2", share)
-        if both := halves.add(name, role, half, param.device):
+        if both := halves.add(name, role, half, param.device, copy=True):
             (weight, _), (scales, _) = targets(layer, shard_id, weight_name, scale)
             if param.is_meta:
                 _count(weight, scales, shard_id)
             else:
-                states = {
-                    "running": layer.fp8moe_loading.in_place,
-                    "balanced": moe.moe_parallel_config.enable_eplb,
-                }
-                pack(name, (weight, scales), [expert], shard_id, both, share, **states)
+                states = layer.fp8moe_loading.in_place, moe.moe_parallel_config.enable_eplb
+                batch = ShardBatch((weight, scales), shard_id, share, *states)
+                pack_later(halves, prefix, name, [expert], both, batch)
         return True if return_success else None
 
     pack_and_load.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it

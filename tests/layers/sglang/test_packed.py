@@ -1,6 +1,7 @@
 """Experts that stay in MXFP4 in SGLang: each rank holds exactly its part of the checkpoint's weights, packed."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.spec import SCALE, QuantSpec
+from fp8moe_plugin.layers import pack
 from fp8moe_plugin.layers.sglang import moe
 from fp8moe_plugin.layers.sglang.loads import Loads
 from tests import helpers as h
@@ -55,6 +57,40 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
         for expert in range(EXPERTS):
             assert_equal(weights_of(layer, expert), part_of(checkpoint, expert, rank, part, ranks))
         layers.QUANT.loads.finish()
+
+
+@pytest.mark.parametrize("end", [lambda loads, layer: layer.finish(), lambda loads, layer: loads.finish()])
+def test_the_last_experts_are_packed_when_the_load_ends(monkeypatch, end):
+    monkeypatch.setattr(pack, "BATCH_BYTES", 2 * INTERMEDIATE * HIDDEN // 2)
+    loads, layer = layers.QUANT.loads, Layer(INTERMEDIATE, 1, 0)
+    for checkpoint in (in_mxfp4(INTERMEDIATE), second()):
+        layer.load(checkpoint)
+        assert loads.halves.batches
+        end(loads, layer)
+        assert not loads.halves.batches
+        assert_holds(layer, checkpoint)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_of_the_model_leaves_no_projection(fails):
+    """It packs what is complete, or forgets it with an error."""
+    checkpoint, layer = in_mxfp4(INTERMEDIATE), Layer(INTERMEDIATE, 1, 0)
+    part = {name: tensors[:1] for name, tensors in checkpoint.items()}
+
+    def load_weights(weights):
+        list(weights)
+        layer.load(part)
+        assert layers.QUANT.loads.halves.batches
+        if fails:
+            raise OSError("disk")
+
+    model = SimpleNamespace(load_weights=load_weights, named_modules=list)
+    layers.QUANT.loads.follow(model)
+    with pytest.raises(CheckpointError, match="disk") if fails else nullcontext():
+        model.load_weights([])
+    assert not layers.QUANT.loads.halves.batches
+    if not fails:
+        assert_equal(weights_of(layer, 0), wanted_of(checkpoint, 0))
 
 
 @pytest.mark.parametrize("spec", [PACKED, QuantSpec(FP8_BLOCK, recoded_from=MXFP4)])

@@ -15,14 +15,18 @@ no_engine = loaded_model.no_engine
 
 PROJECTIONS = 3 * EXPERTS
 LAUNCHES = 17  # of a projection, with its copies and what is done on the host
+PACKED_LAUNCHES, BATCH_LAUNCHES = 5, 14  # the latter of a batch of projections, here of one shard's of all experts
 
 
-@pytest.mark.parametrize("quant", [RECODED, PACKED])
-def test_a_projection_takes_few_launches(quant):
+@pytest.mark.parametrize(
+    ("quant", "launches"),
+    [(RECODED, LAUNCHES * PROJECTIONS), (PACKED, PACKED_LAUNCHES * PROJECTIONS + BATCH_LAUNCHES * 3)],
+)
+def test_a_projection_takes_few_launches(quant, launches):
     checkpoint = make_mxfp4(INTERMEDIATE)
     Layer(INTERMEDIATE, 1, 0, quant).load(checkpoint)  # makes the tables
     layer = Layer(INTERMEDIATE, 1, 0, quant)
     with counted("cpu") as operations:
         layer.load(checkpoint)
-    assert operations.launches <= LAUNCHES * PROJECTIONS
+    assert operations.launches <= launches
     assert operations.waits == PROJECTIONS  # on the host, see tests/layers/test_waits.py

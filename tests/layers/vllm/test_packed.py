@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
+from fp8moe_plugin.layers import pack
 from fp8moe_plugin.layers.vllm.config import moe_method
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
@@ -17,9 +18,10 @@ from tests.layers.experts import EXPERTS, HIDDEN, make_mxfp4
 from tests.layers.packed import assert_equal, assert_holds, part_of, weights_of, wide
 from tests.layers.vllm import loaded_model
 from tests.layers.vllm.loaded_model import INTERMEDIATE, Model, first, second
-from tests.layers.vllm.one_rank import PACKED, Layer
+from tests.layers.vllm.one_rank import PACKED, Layer, load_experts
 from tests.layers.vllm.test_config import CHECKPOINT
 from tests.layers.vllm.test_expert_format import described
+from tests.layers.vllm.test_load_in_place import breaks
 
 pytestmark = pytest.mark.seam
 no_engine = loaded_model.no_engine
@@ -36,6 +38,67 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
         layer = Layer(intermediate, ranks, rank, PACKED).load(given)
         for expert in range(EXPERTS):
             assert_equal(weights_of(layer, expert), part_of(checkpoint, expert, rank, part, ranks))
+
+
+@pytest.fixture
+def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the last of three experts waits until the load ends."""
+    monkeypatch.setattr(pack, "BATCH_BYTES", 2 * INTERMEDIATE * HIDDEN // 2)
+
+
+@pytest.mark.usefixtures("two_at_once")
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_engine_may_overwrite_its_tensors(backwards):
+    checkpoint = first("packed")
+    layer, given = Layer(INTERMEDIATE, 1, 0, PACKED), list(checkpoint.items())
+    for name, tensors in reversed(given) if backwards else given:
+        buffer = torch.empty_like(tensors[0])
+        for expert, tensor in enumerate(tensors):
+            buffer.view(torch.uint8).copy_(tensor.view(torch.uint8))
+            load_experts(layer, {name: [None] * expert + [buffer]})
+            buffer.view(torch.uint8).fill_(7)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert_holds(layer, checkpoint)
+
+
+@pytest.mark.usefixtures("two_at_once")
+@pytest.mark.parametrize("load", [Model.reload, Model.load])
+@pytest.mark.parametrize("widened", [False, True])
+def test_the_last_experts_are_packed_when_the_load_ends(load, widened):
+    before = wide(first("packed"), 1, "w1", "w2") if widened else first("packed")
+    model = Model("packed").start(before)
+    assert_holds(model.experts, before)
+    for checkpoint in (second("packed"), before):
+        load(model, checkpoint)
+        assert not model.state.halves.batches
+        assert_holds(model.experts, checkpoint)
+        model.step()
+
+
+@pytest.mark.parametrize("in_call", [False, True])
+def test_some_experts_may_be_loaded_in_place(in_call):
+    """By a call of the model's, or, as some of vLLM's transfer engines do, by those of the loaders."""
+    old, new = first("packed"), second("packed")
+    model = Model("packed").start(old)
+    part = {name: [tensors[0], *[None] * (EXPERTS - 1)] for name, tensors in new.items() if name.startswith("w1")}
+    if in_call:
+        model.load_weights(named for named in model.tensors(part) if named[0].startswith("experts"))
+    else:
+        load_experts(model.experts, part)
+        model.step()
+    wanted = {name: [part.get(name, tensors)[0], *tensors[1:]] for name, tensors in old.items()}
+    assert_holds(model.experts, wanted)
+
+
+def test_a_load_that_fails_leaves_no_projection_to_the_next_one():
+    model, checkpoint = Model("packed"), second("packed")
+    tensors = [named for named in model.tensors(first("packed")) if named[0].startswith("experts.w1.0")]
+    with pytest.raises(OSError, match="disk"):
+        model.load_weights(breaks([*tensors, tensors[0]], len(tensors), OSError("disk")))
+    assert not model.state.halves.batches
+    model.load_weights(named for named in model.tensors(checkpoint) if not named[0].startswith("experts.w1.0"))
+    with pytest.raises(CheckpointError, match=r"w13_weight_scale of local expert 0: a tensor is missing"):
+        model.experts.quant_method.process_weights_after_loading(model.experts)
 
 
 def test_experts_are_rows_of_the_parameters():
