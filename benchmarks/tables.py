@@ -161,6 +161,16 @@ def mxfp4_layers(found: Row) -> str:
     return by_tokens(found, "shape", cell)
 
 
+def mxfp4_peers(found: Row) -> str:
+    """Our layers from packed MXFP4: block FP8 and each peer over them, and their microseconds."""
+
+    def cell(row: Row) -> str:
+        others = (row["fp8_us"], *row["peers"].values())
+        return ", ".join(f"{us / row['us']:.2f}" for us in others) + f" ({row['us']:.0f})"
+
+    return by_tokens(found, "shape", cell)
+
+
 def batch_invariance(found: Row) -> str:
     """Returns the sizes at which the mode changes the kernels."""
     rows = found["rows"]
@@ -376,6 +386,7 @@ TABLES = {
     "models-h100": Table(("models_layer-2026-11-26",), models),
     "models-h200": Table(("models_layer-2026-11-27",), models),
     "mxfp4-layers": Table(("mxfp4_layer-2026-11-27",), mxfp4_layers),
+    "mxfp4-layers-h100": Table(("mxfp4_layer-h100-2026-11-27",), mxfp4_peers),
     "expert-parallel": Table(("ep_layer-4_gpus-2026-11-27",), expert_parallel),
     "layer-skewed": Table(("moe_layer-skew-2026-11-23",), layers),
     "dense-decode-gemm": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="gemm_us", cell=times)),

@@ -73,7 +73,7 @@ def main() -> None:
     check_machine()
     compile_humming(options.peers, [SHAPES[name][:2] for name in options.shapes], options.tokens)
     points: list[dict[str, Any]] = []
-    about = {name: installed(name) for name in ("vllm", "humming-kernels")}
+    about = {name: installed(name) for name in ("vllm", "humming-kernels", "flashinfer-python")}
     with set_up_vllm():
         for name in options.shapes:
             points += measure_shape(name, options.peers, options.tokens)
