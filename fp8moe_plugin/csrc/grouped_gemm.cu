@@ -63,6 +63,9 @@ using SharedMemory = RowTileStages<kHalves, kMathWarpgroups*(kStagedRows + kHalv
 constexpr int kStages = SharedMemory::kStages;
 static_assert(!(kScalesOfRows || kBias) || OUTPUT == OUTPUT_BF16,
               "stores from registers have no barrier between tiles");
+#ifdef PUSHED
+static_assert(OUTPUT == OUTPUT_BF16 && !(kScalesOfRows || kBias), "pushes have no barrier between tiles");
+#endif
 
 using TileRings = Rings<kStages, KEEP_B>;
 
