@@ -9,10 +9,17 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.plan.sm90.catalog import MAX_RANKS
-from fp8moe_plugin.plan.sm90.push import FEW_BLOCKS, HEADER_BYTES, WindowLayout, push_refusal, window_layout
+from fp8moe_plugin.plan.sm90.push import (
+    FEW_BLOCKS,
+    FIELD_BYTES,
+    HEADER_BYTES,
+    WindowLayout,
+    push_refusal,
+    window_layout,
+)
 
-HEADER = struct.Struct(f"{MAX_RANKS}q7q3i2I{128 * MAX_RANKS}x")  # `Window` in csrc/ranks/window.cuh
-assert HEADER.size == HEADER_BYTES
+FIELDS = struct.Struct(f"{MAX_RANKS}q7q3i2I")  # of `Window` in csrc/ranks/window.cuh, before `arrived`
+assert FIELDS.size == FIELD_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +72,7 @@ def open_window(
         raise InvalidInputError(f"The window has {memory.numel()} bytes, needs {layout.nbytes}.")
     parts = layout.tokens, layout.scales, layout.ids, layout.weights, layout.sums
     windows = (*addresses, *(0,) * (MAX_RANKS - ranks))
-    header = HEADER.pack(*windows, *parts, patience, lost.data_ptr(), rank, ranks, FEW_BLOCKS, 0, 0)
-    memory[:HEADER_BYTES].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    fields = FIELDS.pack(*windows, *parts, patience, lost.data_ptr(), rank, ranks, FEW_BLOCKS, 0, 0)
+    header = bytearray(fields.ljust(HEADER_BYTES, b"\0"))
+    memory[:HEADER_BYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
     return Window(memory, lost, ranks, rows, hidden, topk, experts)

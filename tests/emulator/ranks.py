@@ -62,7 +62,7 @@ def open_group(
         lost = torch.zeros(1, dtype=torch.int32)
         window = open_window(memory, addresses, rank, rows, HIDDEN, TOPK, experts, lost, patience)
         words = memory[:HEADER_BYTES].view(torch.int32)
-        words[32], words[33], words[35::32] = few_blocks, FIRST_COUNT, FIRST_COUNT  # also `pushes` and `arrived`
+        words[32], words[33], words[64::32] = few_blocks, FIRST_COUNT, FIRST_COUNT  # also `pushes` and `arrived`
         members.append(Rank(first.beside(rank), window, *dealt[rank]))
     return Group(members, owners)
 

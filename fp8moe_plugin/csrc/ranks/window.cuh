@@ -31,7 +31,7 @@ struct Window {  // at the start of each rank's window; written by the host, but
     // kPush for each push of a rank; that rank adds to it. Each has a cache line of its own, so that blocks of one rank
     // do not queue behind those of another.
     static constexpr int kLine = 32;
-    u32 arrived[MAX_RANKS][kLine];
+    alignas(4 * kLine) u32 arrived[MAX_RANKS][kLine];
 
     template <class T>
     DEVICE T* in_window(int of, i64 part) const {
