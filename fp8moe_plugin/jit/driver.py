@@ -158,16 +158,6 @@ def bind_context(device_index: int) -> None:
         check(status, what)
 
 
-def has_peer_atomics(device_index: int, peer_index: int) -> bool:
-    """Returns whether atomics of a device to the memory of another one are atomic there: over NVLink, not over PCIe."""
-    from cuda.bindings import driver
-
-    what = f"question for atomics of device {device_index} on device {peer_index}"
-    devices = [check(*driver.cuDeviceGet(index), what) for index in (device_index, peer_index)]
-    atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-    return bool(check(*driver.cuDeviceGetP2PAttribute(atomics, *devices), what))
-
-
 def check(status: Any, *rest: Any) -> Any:
     """Check the status of a driver call. Returns the value that the driver returned with it, if any.
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8moe_plugin.jit.driver import has_peer_atomics
 from fp8moe_plugin.layers.all_to_all import place_refusal
+from fp8moe_plugin.layers.nvlink import has_nvlinks
 from fp8moe_plugin.ops.window import Window, open_window
 from fp8moe_plugin.plan.gpu_tuning import GpuTuning
 from fp8moe_plugin.plan.sm90.push import push_refusal, window_layout
@@ -33,14 +33,11 @@ def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device, 
     """
     if refusal := push_refusal(group.size(), hidden):
         return refusal
-    gpu = torch.cuda.get_device_properties(device)
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
     places: list[Any] = [None] * group.size()
-    dist.all_gather_object(places, (socket.gethostname(), str(gpu.uuid)), group)
-    gpus = [uuid for _, uuid in places]
-    visible = (torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count()))
-    peers = [i for i, uuid in enumerate(visible) if str(uuid) in gpus and i != device.index]
+    dist.all_gather_object(places, (socket.gethostname(), gpu), group)
     found: list[Any] = [None] * group.size()
-    reached = all(torch.cuda.can_device_access_peer(device, i) and has_peer_atomics(device.index, i) for i in peers)
+    reached = has_nvlinks(gpu, {other for _, other in places} - {gpu})
     dist.all_gather_object(found, (reached, (tuning, batch_invariant())), group)
     reaches, deciding = zip(*found, strict=True)
     if len(set(deciding)) > 1:

@@ -15,7 +15,7 @@ from fp8moe_plugin.errors import LaunchError
 from fp8moe_plugin.formats.activation import ActivationNumbers
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.jit import launcher, sequence
-from fp8moe_plugin.jit.driver import check, has_peer_atomics
+from fp8moe_plugin.jit.driver import check
 from fp8moe_plugin.jit.launch import Address, Argument, Chunks, Launch, PerGroup, Slot, TensorMap
 from fp8moe_plugin.jit.launcher import FORMATS
 from fp8moe_plugin.jit.sequence import TENSOR_MAP_BYTES
@@ -243,11 +243,3 @@ def test_a_refusal_of_the_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(driver, "cuGetErrorString", lambda status: (None, b"the reason"))
     with pytest.raises(LaunchError, match=r"refused the load of tiny: the reason .*nvidia-smi.*report this"):
         check(driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU, None, "load of tiny")
-
-
-def test_atomics_are_asked_for_in_their_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-    monkeypatch.setattr(driver, "cuDeviceGet", lambda index: (0, "ab"[index]))
-    monkeypatch.setattr(driver, "cuDeviceGetP2PAttribute", lambda *which: (0, int(which == (atomics, "a", "b"))))
-    assert has_peer_atomics(0, 1)
-    assert not has_peer_atomics(1, 0)

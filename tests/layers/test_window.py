@@ -54,7 +54,7 @@ PCIE = "a GPU that cannot store into the memory of another one over NVLink"
 
 
 @pytest.mark.parametrize(
-    ("peers", "atomics", "why"),
+    ("peers", "linked", "why"),
     [
         ((UNTUNED, False), True, None),
         ((UNTUNED, False), False, PCIE),
@@ -63,17 +63,14 @@ PCIE = "a GPU that cannot store into the memory of another one over NVLink"
     ],
 )
 def test_ranks_that_do_not_push(
-    monkeypatch: pytest.MonkeyPatch, peers: tuple[GpuTuning, bool], atomics: bool, why: str | None
+    monkeypatch: pytest.MonkeyPatch, peers: tuple[GpuTuning, bool], linked: bool, why: str | None
 ) -> None:
     def gather(found: list[Any], mine: tuple[Any, Any], group: object) -> None:
         found[:] = [mine, ("here", "1") if mine[0] == "here" else (True, peers)]
 
     monkeypatch.setattr(window.dist, "all_gather_object", gather)
     monkeypatch.setattr(window.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
-    monkeypatch.setattr(window, "has_peer_atomics", lambda device, peer: atomics and (device, peer) == (0, 1))
-    gpu = lambda device: SimpleNamespace(uuid=getattr(device, "index", device))  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "get_device_properties", gpu)
+    monkeypatch.setattr(window, "has_nvlinks", lambda gpu, others: linked and (gpu, others) == ("0", {"1"}))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
     refusal = window.window_refusal(SimpleNamespace(size=lambda: 2), 7168, torch.device("cuda", 0), UNTUNED)
     assert refusal == why
