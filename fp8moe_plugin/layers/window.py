@@ -91,7 +91,10 @@ def window_addresses(memory: torch.Tensor, shared: Sequence[int], rank: int, cpu
 
 def _watch(lost: torch.Tensor, patience_s: int) -> None:
     """Log which rank kernels have waited for in vain: the engine only gets a CUDA error, which does not name it."""
-    while not (number := lost.item()):
+    # torch's item() releases the GIL. Where a daemon thread takes it again at exit, Python ends the thread, and inside
+    # C++ that aborts the process.
+    word = lost.numpy()
+    while not (number := int(word[0])):
         time.sleep(0.1)
     logger.error(
         "fp8moe: rank %d of the expert-parallel group has not called a layer for %d s, so this rank's GPU stops with "

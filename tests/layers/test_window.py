@@ -1,5 +1,7 @@
 """The windows of a group, as far as they need no GPU."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,3 +76,18 @@ def test_ranks_that_do_not_push(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
     refusal = window.window_refusal(SimpleNamespace(size=lambda: 2), 7168, torch.device("cuda", 0), UNTUNED)
     assert refusal == why
+
+
+EXIT = """
+import threading, types, torch
+from fp8moe_plugin.layers import window
+window.time = types.SimpleNamespace(sleep=lambda seconds: None)
+threading.Thread(target=window._watch, args=(torch.zeros(1, dtype=torch.int32), 1), daemon=True).start()
+sum(range(10**7))
+"""
+
+
+def test_a_process_that_watches_windows_can_exit() -> None:
+    """Also while the thread reads, which it does all the time here."""
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
