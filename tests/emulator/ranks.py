@@ -98,4 +98,4 @@ def run_calls(
 
     group.run(seed, ops)
     errors = [h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True)) for (x, *routing), out in outs]
-    return max(errors)
+    return float(torch.tensor(errors).max())  # NaN if one is
