@@ -12,6 +12,9 @@ What is modelled, and fails where it is used wrongly:
 - TMA and wgmma may not read ordinary stores to shared memory, or cp.async, before fence.proxy.async.
 - A block may not end before its copies have used its shared memory. Shared memory is NaN at first; accesses to it and
   asynchronous copies are checked for bounds and alignment.
+- Stores to other devices arrive at random moments until a fence or the end of the kernel waits for them; bulk copies,
+  of which some wait to the last, until the same after their thread has waited. The end of a kernel may come long after
+  that of its last block.
 - Blocks take multiprocessors by threads and shared memory; a kernel launched early runs beside the one before it.
   One launched normally follows that one, and others only if that one has waited for them.
 

@@ -1361,6 +1361,16 @@ FAULTS = {
         ranks_that_push_rows,
         "ended before .* of its copies",
     ),
+    "a block does not wait for its rows to be written": Fault(
+        "grouped_gemm.cu", "tma_store_wait();", "tma_store_wait_read();", ranks_that_push_rows, WRONG_RESULT
+    ),
+    "rows are counted before the second GEMM has ended": Fault(
+        "push_sums.cu",
+        "    wait_for_previous_kernel();\n    finish_push",
+        "    finish_push",
+        ranks_that_push_rows,
+        WRONG_RESULT,
+    ),
     "a row is pushed to the place of the next": Fault(
         "epilogue/push_rows.cuh",
         "i64(pair % pairs_of_rank)",

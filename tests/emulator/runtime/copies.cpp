@@ -118,26 +118,34 @@ struct Store {
     }
 };
 
-static void start(std::vector<std::pair<u8*, u32>> chunks) {
+void tma_store(const void* map_address, Coordinates begin, u32 from) {
+    step();
     Fiber& fiber = *self();
+    std::vector<std::pair<u8*, u32>> chunks;
+    each_chunk(map_at(map_address, begin, from), from, begin, [&](u8* to, u32 at) { chunks.emplace_back(to, at); });
     ++fiber.cta->copies;
     ++fiber.open_group->reads;
     ++fiber.open_group->writes;
     later([store = Store{fiber, fiber.open_group, std::move(chunks), {}}]() mutable { return store.complete(); });
 }
-void tma_store(const void* map_address, Coordinates begin, u32 from) {
+void bulk_store_to_peer(void* to, u32 from, u32 bytes) {
     step();
-    std::vector<std::pair<u8*, u32>> chunks;
-    each_chunk(map_at(map_address, begin, from), from, begin, [&](u8* to, u32 at) { chunks.emplace_back(to, at); });
-    start(std::move(chunks));
-}
-void bulk_store(void* to, u32 from, u32 bytes) {
-    step();
+    Fiber& fiber = *self();
     if (from % 16 || bytes % 16 || uintptr_t(to) % 16) fail("bulk copy of %u bytes from %u: not aligned", bytes, from);
-    shared_of(*self()->cta, from, bytes);
-    std::vector<std::pair<u8*, u32>> chunks;
-    for (u32 at = 0; at < bytes; at += kChunk) chunks.emplace_back(static_cast<u8*>(to) + at, from + at);
-    start(std::move(chunks));
+    shared_of(*fiber.cta, from, bytes);
+    ++fiber.cta->copies;
+    ++fiber.open_group->reads;
+    later([=, &fiber, group = fiber.open_group] {
+        Cta& cta = *fiber.cta;
+        for (u32 at = 0; at < bytes; at += kChunk) check_fenced(cta, from + at, "a bulk copy");
+        auto store = group->peer_stores.emplace_back(peer_store(to, cta.shared + from, bytes));
+        const auto arrive = [store] { return store->complete(), true; };
+        run.random.chance(0.5) ? hold_back(arrive) : later(arrive);
+        --cta.copies;
+        --group->reads;
+        wake(fiber, Wait::kBulkStores);
+        return true;
+    });
 }
 void bulk_commit() {
     step();
@@ -145,11 +153,12 @@ void bulk_commit() {
 }
 void bulk_wait(bool reads_only) {
     step();
-    auto pending = [&](const std::shared_ptr<StoreGroup>& group) { return reads_only ? group->reads : group->writes; };
     auto& groups = self()->groups;
-    for (size_t i = 0; i < groups.size(); ++i)
-        while (pending(groups[i])) block(Wait::kBulkStores);
-    std::erase_if(groups, [](const auto& group) { return group->writes == 0; });
+    for (size_t i = 0; i < groups.size(); ++i) {
+        while (groups[i]->reads || (!reads_only && groups[i]->writes)) block(Wait::kBulkStores);
+        if (!reads_only) move_all(groups[i]->peer_stores, self()->peer_stores);
+    }
+    std::erase_if(groups, [](const auto& group) { return group->writes == 0 && group->peer_stores.empty(); });
 }
 
 // ---- cp.async ----

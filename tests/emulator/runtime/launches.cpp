@@ -10,7 +10,7 @@ constexpr int kReservedShared = 1024;  // of each CTA
 static bool may_start(const Kernel& kernel) {
     if (kernel.previous < 0) return true;
     const Kernel& previous = run.kernels[kernel.previous];
-    if (!kernel.early) return previous.done();  // those before that one have ended only if it has waited for them
+    if (!kernel.early) return previous.done;  // those before that one have ended only if it has waited for them
     return previous.placed == previous.ctas && previous.let_next == previous.ctas;
 }
 
@@ -22,7 +22,7 @@ void let_next_kernel_start() {  // counts once any thread of the CTA has called 
 void wait_for_previous_kernel() {
     step();
     const Kernel& kernel = *self()->cta->kernel;
-    while (kernel.early && kernel.previous >= 0 && !run.kernels[kernel.previous].done()) block(Wait::kPreviousKernel);
+    while (kernel.early && kernel.previous >= 0 && !run.kernels[kernel.previous].done) block(Wait::kPreviousKernel);
 }
 
 // Some lanes of a warp, of each warp of a warpgroup, or of all, lag.
@@ -128,9 +128,17 @@ void end_cta(Cta& cta) {
     ++kernel.ended;
     std::erase(run.live, &cta);
     cta.memory = {};
-    if (!kernel.done()) return;
-    complete_peer_stores(kernel);
-    for (Cta* other : run.live) wake_all(*other, Wait::kPreviousKernel);
+    if (kernel.ended < kernel.ctas) return;
+    const auto finish = [&kernel] {
+        complete_peer_stores(kernel);
+        kernel.done = true;
+        for (Cta* other : run.live) wake_all(*other, Wait::kPreviousKernel);
+        return true;
+    };
+    if (!kernel.peer_stores.empty() && run.random.chance(0.5))
+        hold_back(finish, kLast - 1);  // before stores that it does not wait for
+    else
+        finish();
 }
 
 static void draw_schedule(u64 seed) {
@@ -190,7 +198,7 @@ const char* emu_run(u64 seed, int multiprocessors, int shared_bytes) {
     try {
         schedule();
         for (const Kernel& kernel : run.kernels)
-            if (!kernel.done()) fail("kernel %d cannot start", kernel.index);
+            if (!kernel.done) fail("kernel %d cannot start", kernel.index);
     } catch (Failure&) {
         for (Cta* cta : run.live)
             for (Fiber& fiber : cta->fibers) free_stack(fiber);

@@ -1,5 +1,5 @@
-// Stores to the memory of other devices. Those of a thread arrive in any order, and some only when a fence waits for
-// them.
+// Stores to the memory of other devices. Those of a thread arrive in any order, and some only when a fence, or the end
+// of a kernel, waits for them.
 #include "state.h"
 
 namespace emu {
@@ -11,19 +11,21 @@ static void complete_all(PeerStores& stores) {
     for (auto& store : stores) store->complete();
     stores.clear();
 }
-static void move_all(PeerStores& from, PeerStores& to) {
+void move_all(PeerStores& from, PeerStores& to) {
     to.insert(to.end(), from.begin(), from.end());
     from.clear();
 }
 
+std::shared_ptr<PeerStore> peer_store(void* to, const void* values, u32 bytes) {
+    check_memory(to, bytes, "a store to a peer");
+    auto begin = static_cast<const u8*>(values);
+    return std::make_shared<PeerStore>(PeerStore{static_cast<u8*>(to), {begin, begin + bytes}});
+}
 void store_to_peer(void* to, const void* values, u32 bytes) {
     step();
     if (uintptr_t(to) % bytes) fail("a store of %u bytes to a peer at %p: not aligned", bytes, to);
-    check_memory(to, bytes, "a store to a peer");
-    auto begin = static_cast<const u8*>(values);
-    auto store = std::make_shared<PeerStore>(PeerStore{static_cast<u8*>(to), {begin, begin + bytes}});
-    self()->peer_stores.push_back(store);
-    later([store] { return store->complete(), true; });
+    self()->peer_stores.push_back(peer_store(to, values, bytes));
+    later([store = self()->peer_stores.back()] { return store->complete(), true; });
 }
 void fence_system() {
     step();

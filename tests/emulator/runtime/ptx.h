@@ -196,7 +196,7 @@ inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 t
     emu::bulk_load(to, from, bytes, barrier);
 }
 inline void cp_async_bulk_global_shared_cta_bulk_group(void* to, u32 from, u32 bytes) {
-    emu::bulk_store(to, from, bytes);
+    emu::bulk_store_to_peer(to, from, bytes);
 }
 inline void prefetch_tensormap(const void*) { emu::step(); }
 inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(u32 to, const void* from,

@@ -173,6 +173,9 @@ void later(std::function<bool()> complete, double late_share) {
     (late ? run.late : run.operations).push_back({std::move(complete), due});
 }
 
+// Completes only when nothing else can run, or all that run poll.
+void hold_back(std::function<bool()> complete, u64 due) { run.late.push_back({std::move(complete), due}); }
+
 static void take_due() {
     for (size_t i = 0; i < run.late.size();)
         if (run.late[i].due <= run.steps)
@@ -242,6 +245,7 @@ static void schedule_one() {
     bool any_ready = run.ready > 0;
     if (run.steps % 64 == 0) take_due();
     bool late = !run.late.empty() && run.operations.empty();
+    if (late && !any_ready) place_ctas(), any_ready = run.ready > 0;
     if (must_release(any_ready, late))
         release_a_warp(), any_ready = true;
     else if (late && (!any_ready || run.polls > 3000))

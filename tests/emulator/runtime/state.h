@@ -28,9 +28,6 @@ enum class Wait {  // report.cpp names them
     kEnded
 };
 
-struct StoreGroup {
-    int reads = 0, writes = 0;  // still to come
-};
 struct CopyBatch {  // the cp.async of a thread up to an arrival that they cause
     int copies = 0;
     bool closed = false;
@@ -44,6 +41,11 @@ struct PeerStore {  // in the memory of another device, where it arrives at any 
     void complete();
 };
 using PeerStores = std::vector<std::shared_ptr<PeerStore>>;
+
+struct StoreGroup {
+    int reads = 0, writes = 0;  // still to come
+    PeerStores peer_stores;     // those of its bulk copies: no fence covers them before the thread has waited
+};
 
 struct Fiber : Thread {
     int index;
@@ -106,7 +108,7 @@ struct Kernel {
     int previous;  // the kernel before it on its device; -1: none
     int ctas, placed, ended, let_next;
     PeerStores peer_stores{};  // of CTAs that have ended
-    bool done() const { return ended == ctas; }
+    bool done = false;         // some time after all of them have
 };
 
 struct Cluster {
@@ -182,6 +184,8 @@ void wake(Fiber& fiber, Wait why, u32 what = 0);
 void wake_all(Cta& cta, Wait why, u32 what = 0);
 void give_way();  // here a lane that lags is held
 void later(std::function<bool()> complete, double late_share = 1);
+constexpr u64 kLast = ~0ull;  // a step after all others
+void hold_back(std::function<bool()> complete, u64 due = kLast);
 void schedule();
 
 // ---- launches.cpp ----
@@ -204,6 +208,8 @@ Mbarrier read_mbarrier(Cta& cta, u32 address);
 void update_mbarrier(Cta& cta, u32 address, int arrivals, int bytes);
 
 // ---- peers.cpp ----
+std::shared_ptr<PeerStore> peer_store(void* to, const void* values, u32 bytes);
+void move_all(PeerStores& from, PeerStores& to);
 void publish_peer_stores(Cta& cta);  // its threads have met
 void leave_peer_stores(Cta& cta);    // it has ended, which orders nothing before its kernel has, too
 void complete_peer_stores(Kernel& kernel);
