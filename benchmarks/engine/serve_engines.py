@@ -160,7 +160,6 @@ class Settings:
         command += ["--max-running-requests", str(MOST_CONCURRENT)]
         command += ["--chunked-prefill-size", str(STEP_TOKENS), "--max-prefill-tokens", str(STEP_TOKENS)]
         command += ["--disable-radix-cache", "--log-level-http", "warning", "--tp-size", str(self.gpus)]
-        command += ["--sleep-on-idle"]  # its scheduler takes a core otherwise
         if on_gpu:
             # A share of what is free at the start, where vLLM's is one of the whole GPU.
             command += ["--mem-fraction-static", str(MEMORY)]
