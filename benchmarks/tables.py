@@ -388,6 +388,7 @@ TABLES = {
     "mxfp4-layers": Table(("mxfp4_layer-2026-11-27",), mxfp4_layers),
     "mxfp4-layers-h100": Table(("mxfp4_layer-h100-2026-11-27",), mxfp4_peers),
     "expert-parallel": Table(("ep_layer-4_gpus-2026-11-27",), expert_parallel),
+    "expert-parallel-h100": Table(("ep_layer-4_gpus-h100-2026-11-27",), expert_parallel),
     "layer-skewed": Table(("moe_layer-skew-2026-11-23",), layers),
     "dense-decode-gemm": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="gemm_us", cell=times)),
     "dense-decode-linear": Table(("dense_gemm-decode-2026-11-23",), partial(dense, time="linear_us", cell=times)),
@@ -406,6 +407,8 @@ TABLES = {
     "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
     "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
     "requests-qwen3-48": Table(("bench_serve-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
+    "requests-dsv3-tp8": Table(("bench_serve-dsv3-tp8-2026-11-27",), partial(requests, model="dsv3-tp8")),
+    "requests-sglang": Table(("bench_serve-sglang-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
     "requests-qwen3-48-dp4": Table(("bench_serve-qwen3-48-dp4-2026-11-27",), partial(requests, model="qwen3-48")),
     "requests-gpt-oss-20b": Table(("bench_serve-gpt-oss-20b-2026-11-27",), partial(requests, model="gpt-oss-20b")),
     "requests-gpt-oss-20b-decode": Table(
