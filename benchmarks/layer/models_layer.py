@@ -66,6 +66,16 @@ MODELS = {
     "Qwen3.6-35B-A3B": Layer(Experts(1, 256, 8, 2048, 512)),
     "Qwen3.8-Flash-Next": Layer(Experts(1, 512, 10, 2560, 640)),
     "Laguna-S-2.1": Layer(Experts(1, 256, 10, 3072, 1024)),
+    "GLM-5.2-FP8": Layer(Experts(1, 256, 8, 6144, 2048)),
+    "MiniMax-M2.7": Layer(Experts(1, 256, 8, 3072, 1536)),
+    "Ling-3.0-flash": Layer(Experts(1, 512, 8, 2560, 768)),
+    "MiMo-V2-Flash": Layer(Experts(1, 256, 8, 4096, 2048)),
+    "Hy3-preview": Layer(Experts(1, 192, 8, 4096, 1536)),
+    "Step-3.5-Flash": Layer(Experts(1, 288, 8, 4096, 1280), Activation("swiglustep", 7.0)),
+    # A rank's share of 640 channels: 80 and 160 of them are stored as 128 and 256; with EP8 a token has 1.25 experts.
+    "Qwen3.8-Flash-Next TP8": Layer(Experts(1, 512, 10, 2560, 128)),
+    "Qwen3.8-Flash-Next TP4 EP2": Layer(Experts(1, 256, 5, 2560, 256)),
+    "Qwen3.8-Flash-Next EP8": Layer(Experts(1, 64, 1, 2560, 640)),
 }
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
 DEFAULT_PEERS = {FP8_BLOCK: ("triton", "deepgemm"), FP8_CHANNEL: ("triton", "cutlass")}
