@@ -313,10 +313,10 @@ def linear_kernels(ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_
     return list(BACKENDS[target].dense_kernels(ue8m0, weights))
 
 
-def loaded_kernels(model: Model, target: str = SM90) -> set[KernelKey]:
-    """Returns the kernels that a model's layers load."""
+def loaded_kernels(model: Model, target: str = SM90, arrivals: Iterable[Arrival] = tuple(Arrival)) -> set[KernelKey]:
+    """Returns the kernels that a model's layers load where rows arrive in one of these ways."""
     found = set(linear_kernels(model.ue8m0, target, model.dense_weights))
-    for activation, arrival in itertools.product(model.activations, Arrival):
+    for activation, arrival in itertools.product(model.activations, arrivals):
         spec = layer_spec(model.ue8m0, model.weights, activation)._replace(bias=model.gpt_oss)
         found |= set(BACKENDS[target].layer_kernels(spec, arrival))
     if any(layer.groups > 1 for layer in model.dense):

@@ -6,10 +6,12 @@ import pytest
 
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.formats.activation import SILU, Activation
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.launches.kernel_sets import model_kernels
 from fp8moe_plugin.launches.sm90 import Sm90
 from fp8moe_plugin.layers.unquantized import is_quantized
 from fp8moe_plugin.plan.keys import SM90, KernelKey
+from fp8moe_plugin.plan.sm90.catalog import PACKED_FORMATS
 from fp8moe_plugin.plan.sm90.kernel_sets import batched_dense_kernels
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 from tests import helpers as h
@@ -32,7 +34,15 @@ def test_what_the_layers_load_is_the_plan(models: dict[str, Model], name: str) -
     """tests/plan compares what is launched with these lists."""
     model = models[name]
     assert set(model_kernels(model)) == h.loaded_kernels(model)
-    assert len(model_kernels(model)) <= 60
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_model_loads_few_kernels(models: dict[str, Model], name: str) -> None:
+    model = models[name]
+    forms = [model, *[replace(model, weights=FP8_BLOCK)] * (model.weights in PACKED_FORMATS)]  # FP8MOE_FP4_EXPERTS
+    for form in forms:
+        assert len(h.loaded_kernels(form, arrivals=set(Arrival) - {Arrival.PUSHED})) <= 36
+        assert len(model_kernels(form)) <= 42
 
 
 @pytest.mark.parametrize("target", [SM90, "sm_89"])
