@@ -200,9 +200,9 @@ def engines(found: Row, model: str) -> str:
 
 def requests(found: Row, model: str) -> str:
     """Returns what servers did by traffic and load: the figures of all engines, and our tokens over the best peer's."""
-    rows = [row for row in found["rows"] if row["model"] == model]
+    rows = [row for row in found["rows"] if row["model"] == model and "traffic" in row]
     names = list(dict.fromkeys(row["engine"] for row in rows))
-    own = next((name for name in names if OURS in found["engines"][name]), OURS)
+    own = own_server(found, names)
 
     def cells(traffic: str, concurrency: int | None, rate: float | None) -> list[str]:
         load = traffic, concurrency, rate
@@ -225,6 +225,27 @@ def requests(found: Row, model: str) -> str:
     engines = " / ".join(f"`{name}`" for name in names)
     header = ["traffic", "requests", f"tokens per s and GPU, {engines}", "TTFT, ms (p99)", "TPOT, ms (p99)"]
     return table([*header, "ours over best peer"], (cells(*load) for load in dict.fromkeys(map(load_of, rows))))
+
+
+def own_server(found: Row, names: Iterable[str]) -> str:
+    return next((name for name in names if OURS in found["engines"][name]), OURS)
+
+
+def steps(found: Row, model: str) -> str:
+    """Returns the steps of servers as a client sees them: the milliseconds of each start, the best peer's over ours."""
+    rows = [row for row in found["rows"] if row["model"] == model and "cell" in row]
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+    own = own_server(found, names)
+
+    def cells(cell: str) -> list[str]:
+        starts = {name: [r["ms"] for r in rows if (r["cell"], r["engine"]) == (cell, name)] for name in names}
+        times = {name: median(ms) for name, ms in starts.items() if ms}
+        ours = times.pop(own, None)
+        shown = [", ".join(f"{ms:.2f}" for ms in starts[name]) or "-" for name in names]
+        return [cell, *shown, ratio(ours, min(times.values())) if ours and times else ""]
+
+    header = ["cell", *(f"`{name}`, ms" for name in names), "best peer over ours"]
+    return table(header, (cells(cell) for cell in dict.fromkeys(row["cell"] for row in rows)))
 
 
 def load_of(row: Row) -> tuple[str, int | None, float | None]:

@@ -24,6 +24,12 @@ Cells are one traffic, tokens of a prompt / of its answer, at some loads: `8k/1k
 results has the tokens of answers per second and GPU, and the median and 99th percentile of the milliseconds to the
 first token (TTFT) and per token after it (TPOT).
 
+Cells may also be steps of an engine, as a client sees them. `decode@1,64` starts 1 or 64 requests of 32 tokens at once,
+and is their median TPOT over 64 tokens. `prefill@4x2048` is the time until four prompts of 2,048 tokens have all had
+their first token. A row has the median of three rounds (`ms`) and the fastest (`ms_least`); a round before is not
+counted. With `--starts 2`, steps are measured on a second start of each server, too, in rows of their own, and other
+cells only then.
+
 The results are rewritten after each cell. A run ends after `--seconds`, and continues an `--out` that exists: rows that
 it has are not measured again. The machine, versions, the model, engines, `--gpus`, `--kv-gib`, `--apart` and `--waves`
 must be the same.
@@ -34,6 +40,7 @@ import itertools
 import json
 import re
 import signal
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -44,7 +51,7 @@ import torch
 from benchmarks import kernels, tables
 from benchmarks.engine.e2e_engine import KINDS
 from benchmarks.engine.engine_e2e import STARTED, checkpoint, progress
-from benchmarks.engine.serve_cells import Cell, CellError, parse_cells
+from benchmarks.engine.serve_cells import ROUNDS, Cell, CellError, parse_cells
 from benchmarks.engine.serve_demo import DemoError
 from benchmarks.engine.serve_engines import ENGINES, Engine, Servers, Settings, parse_engine, sglang_versions, started
 from benchmarks.engine.serve_engines import options as server_options
@@ -97,18 +104,14 @@ class Results:
             self.models, self.engines = models_then | self.models, engines_then | self.engines
             self.rows = earlier["rows"]
 
-    def key(self, cell: Cell, engine: str) -> dict[str, Any]:
-        return {"model": self.model, "traffic": cell.traffic.name, **cell.load, "engine": engine}
+    def key(self, cell: Cell, engine: str, start: int) -> dict[str, Any]:
+        return {"model": self.model, **cell.key, "engine": engine} | ({"start": start} if cell.step else {})
 
-    def has(self, cell: Cell, engine: str) -> bool:
-        return any(self.key(cell, engine).items() <= row.items() for row in self.rows)
+    def has(self, cell: Cell, engine: str, start: int = 1) -> bool:
+        return any(self.key(cell, engine, start).items() <= row.items() for row in self.rows)
 
-    def add(self, cell: Cell, engine: str, figures: dict[str, float]) -> None:
-        gpus = self.about["gpus"]
-        rates = {
-            f"{name}_per_gpu": round(figures.pop(name) / gpus, 2) for name in ("tokens_per_s", "total_tokens_per_s")
-        }
-        self.rows.append(self.key(cell, engine) | rates | figures)
+    def add(self, cell: Cell, engine: str, figures: dict[str, float], start: int = 1) -> None:
+        self.rows.append(self.key(cell, engine, start) | figures)
         write_report(self.out, self.about | {"models": self.models, "engines": self.engines, "rows": self.rows})
 
 
@@ -120,18 +123,36 @@ def _read(out: Path) -> dict[str, Any]:
     return found
 
 
-def measure(servers: Servers, results: Results, cells: list[Cell], waves: int) -> None:
+def measure(servers: Servers, results: Results, cells: list[Cell], waves: int, start: int) -> None:
     """Measure the cells without a row, each on one server after the other; orders alternate."""
     names = list(servers.addresses)
     for number, cell in enumerate(cells):
         for name in names if number % 2 == 0 else names[::-1]:
-            if not results.has(cell, name):
-                figures = servers.measure(name, cell, cell.requests(waves))
-                results.add(cell, name, figures)
-                progress(
-                    f"{cell.name}, {name}: {results.rows[-1]['tokens_per_s_per_gpu']:.0f} tokens per s and GPU, "
-                    f"TTFT {figures['ttft_ms']:.0f} ms, TPOT {figures['tpot_ms']:.2f} ms, {figures['seconds']:.0f} s"
-                )
+            if not results.has(cell, name, start):
+                figures = step(servers, name, cell) if cell.step else requests(servers, name, cell, waves)
+                results.add(cell, name, figures, start)
+
+
+def step(servers: Servers, name: str, cell: Cell) -> dict[str, float]:
+    """Returns the median and the least of several rounds."""
+    rounds = [servers.measure(name, cell, cell.requests(1))[str(cell.step)] for _ in range(1 + ROUNDS)][1:]
+    figures = {"ms": statistics.median(rounds), "ms_least": min(rounds)}
+    progress(f"{cell.name}, {name}: {figures['ms']:.2f} ms, at least {figures['ms_least']:.2f}")
+    return figures
+
+
+def requests(servers: Servers, name: str, cell: Cell, waves: int) -> dict[str, float]:
+    figures = servers.measure(name, cell, cell.requests(waves))
+    del figures["all_ms"]
+    rates = {
+        f"{rate}_per_gpu": round(figures.pop(rate) / servers.settings.gpus, 2)
+        for rate in ("tokens_per_s", "total_tokens_per_s")
+    }
+    progress(
+        f"{cell.name}, {name}: {rates['tokens_per_s_per_gpu']:.0f} tokens per s and GPU, "
+        f"TTFT {figures['ttft_ms']:.0f} ms, TPOT {figures['tpot_ms']:.2f} ms, {figures['seconds']:.0f} s"
+    )
+    return rates | figures
 
 
 def options() -> argparse.ArgumentParser:
@@ -144,9 +165,10 @@ def options() -> argparse.ArgumentParser:
     cells = [*map(parse_cells, CELLS)]
     parser.add_argument("--cells", nargs="+", type=parse_cells, default=cells, help=" ".join(CELLS))
     parser.add_argument("--waves", type=count, default=2, help="requests of a cell over its concurrency; %(default)s")
+    parser.add_argument("--starts", type=count, default=1, help="of each server, for steps; %(default)s")
     parser.add_argument("--apart", action="store_true", help="one server after the other, each with all of the GPU")
     parser.add_argument("--kv-gib", type=count, default=32, help="KV cache of each server; %(default)s")
-    parser.add_argument("--gpus", type=count, default=1, help="of each server, by tensor parallelism; %(default)s")
+    parser.add_argument("--gpus", type=count, default=1, help="of each server, by TP unless it says DP; %(default)s")
     parser.add_argument("--seconds", type=float, default=3600, help="after which the run ends; %(default)s")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "bench_serve"), help="%(default)s")
     parser.add_argument("--out", type=Path, required=True, help="the results, rewritten after each cell")
@@ -169,6 +191,10 @@ def engines_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dic
             parser.error(f"--engine {name}: {text!r}: {error}")
     if not engines:
         parser.error("name an engine by --engines or --engine")
+    most = max(cell.concurrency or 0 for cell in itertools.chain.from_iterable(args.cells))
+    for name, engine in engines.items():
+        if most > engine.most_requests:
+            parser.error(f"--cells: {name} runs at most {engine.most_requests} requests at a time, not {most}")
     return engines
 
 
@@ -187,12 +213,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def run(args: argparse.Namespace, settings: Settings, engines: dict[str, Engine], results: Results) -> None:
     cells = list(itertools.chain.from_iterable(args.cells))
-    for group in [[name] for name in engines] if args.apart else [[*engines]]:
-        todo = [cell for cell in cells if not all(results.has(cell, name) for name in group)]
+    groups = [[name] for name in engines] if args.apart else [[*engines]]
+    for start, group in itertools.product(range(1, args.starts + 1), groups):
+        of_start = [cell for cell in cells if cell.step or start == args.starts]
+        todo = [cell for cell in of_start if not all(results.has(cell, name, start) for name in group)]
         if todo:
             with started(settings, {name: engines[name] for name in group}) as servers:
                 progress(f"{', '.join(group)}: ready and warmed up")
-                measure(servers, results, todo, args.waves)
+                measure(servers, results, todo, args.waves, start)
 
 
 def main() -> None:
@@ -214,8 +242,10 @@ def main() -> None:
     except (DemoError, CellError) as error:
         sys.exit(f"error: {error}")
     finally:
-        if results.rows:
-            print(tables.requests({"rows": results.rows, "engines": results.engines}, results.model), flush=True)
+        found = {"rows": results.rows, "engines": results.engines}
+        for kind, table in (("traffic", tables.requests), ("cell", tables.steps)):
+            if any(kind in row for row in results.rows):
+                print(table(found, results.model), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 MODEL = "model"  # its name in requests
 MOST_CONCURRENT = 256  # requests that a server runs at a time
 RATE_SECONDS = 30  # requests at a rate are sent for so long
+DECODE_PROMPT, DECODE_ANSWER = 32, 65  # tokens of the requests that decode steps are timed with
+ROUNDS = 3  # of a step; one more before them is not counted
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Cell:
-    """Requests of one shape: `concurrency` of them at any time, or on average `rate` new ones per second."""
+    """Requests of one shape: `concurrency` of them at any time, or on average `rate` new ones per second.
+
+    With `step`, `concurrency` requests start at once, and one of their figures is the time of an engine's step.
+    """
 
     traffic: Traffic
     concurrency: int | None = None
     rate: float | None = None
+    step: str | None = None  # name of the figure in milliseconds
 
     @property
     def load(self) -> dict[str, float]:
@@ -37,7 +43,14 @@ class Cell:
         return {name: value for name in ("concurrency", "rate") if (value := getattr(self, name))}
 
     @property
+    def key(self) -> dict[str, Any]:
+        """The fields of a row that say what was measured."""
+        return {"cell": self.name} if self.step else {"traffic": self.traffic.name, **self.load}
+
+    @property
     def name(self) -> str:
+        if self.step:
+            return self.traffic.name.format(self.concurrency)
         return f"{self.traffic.name}, {', '.join(f'{name} {value:g}' for name, value in self.load.items())}"
 
     def requests(self, waves: int) -> int:
@@ -49,11 +62,13 @@ class CellError(Exception):
 
 
 def parse_cells(text: str) -> list[Cell]:
-    """Parse cells of one traffic, such as `8k/1k@1,16,0.5/s`.
+    """Parse cells of one traffic, such as `8k/1k@1,16,0.5/s`, or steps, such as `decode@1,64` or `prefill@4x2048`.
 
     Raises:
-        ArgumentTypeError: these are no cells, or more requests at a time than `MOST_CONCURRENT`.
+        ArgumentTypeError: these are no cells.
     """
+    if steps := parse_steps(text):
+        return steps
     found = re.fullmatch(r"(([1-9]\d*)(k?)/([1-9]\d*)(k?))@(.+)", text)
     loads = (
         [re.fullmatch(r"([1-9]\d*)|((?=.*[1-9])\d+(?:\.\d+)?)/s", load) for load in found[6].split(",")]
@@ -61,13 +76,24 @@ def parse_cells(text: str) -> list[Cell]:
         else []
     )
     if not found or not all(loads):
-        raise argparse.ArgumentTypeError(f"no such cells: {text!r}; write 8k/1k@1,16 or 1000/100@0.5/s,2/s")
+        raise argparse.ArgumentTypeError(
+            f"no such cells: {text!r}; write 8k/1k@1,16 or 1000/100@0.5/s,2/s, decode@1 or prefill@4x2048"
+        )
     prompt, answer = (int(found[i]) * (1024 if found[i + 1] else 1) for i in (2, 4))
     traffic = Traffic(found[1], prompt, answer)
-    cells = [Cell(traffic, int(load[1])) if load[1] else Cell(traffic, rate=float(load[2])) for load in loads if load]
-    if max(cell.concurrency or 0 for cell in cells) > MOST_CONCURRENT:
-        raise argparse.ArgumentTypeError(f"{text}: a server runs at most {MOST_CONCURRENT} requests at a time")
-    return cells
+    return [Cell(traffic, int(load[1])) if load[1] else Cell(traffic, rate=float(load[2])) for load in loads if load]
+
+
+def parse_steps(text: str) -> list[Cell]:
+    """Returns the steps that `text` names, none if it names none."""
+    kind, _, sizes = text.partition("@")
+    if kind == "decode" and re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes):
+        traffic = Traffic("decode {}", DECODE_PROMPT, DECODE_ANSWER)
+        return [Cell(traffic, int(size), step="tpot_ms") for size in sizes.split(",")]
+    if kind == "prefill" and re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", sizes):
+        pairs = [map(int, size.split("x")) for size in sizes.split(",")]
+        return [Cell(Traffic(f"prefill {{}}x{n}", n, 1), prompts, step="all_ms") for prompts, n in pairs]
+    return []
 
 
 def client_options(address: str, tokenizer: Path, cell: Cell, requests: int) -> list[str]:
@@ -116,7 +142,7 @@ def measure(address: str, tokenizer: Path, cell: Cell, requests: int, log: Path,
             f"{cell.name}: requests, their tokens and those of the answers are {done} instead of {expected}. "
             f"{next(filter(None, found['errors']), '')} The client's output is in {log}."
         )
-    figures = {"seconds": found["duration"]}
+    figures = {"seconds": found["duration"], "all_ms": 1e3 * found["duration"]}
     figures |= {"tokens_per_s": found["output_throughput"], "total_tokens_per_s": found["total_token_throughput"]}
     for name in ("ttft", "tpot"):
         figures |= {f"{name}_ms": found[f"median_{name}_ms"], f"{name}_ms_p99": found[f"p99_{name}_ms"]}

@@ -54,6 +54,12 @@ class Engine:
     options: list[str]
     python: str | None = None  # runs SGLang's server; None: `vllm serve`
 
+    @property
+    def most_requests(self) -> int:
+        """Requests that it runs at a time: each of vLLM's ranks of data parallelism has its own."""
+        sizes = re.findall(r"--data-parallel-size[ =](\d+)", " ".join(self.options))
+        return MOST_CONCURRENT * int(sizes[-1] if sizes and not self.python else 1)
+
     def __str__(self) -> str:
         variables = [f"{name}={value}" for name, value in self.variables.items()]
         return shlex.join([*variables, *([self.python, "-m", SGLANG] if self.python else []), *self.options])
@@ -185,7 +191,7 @@ class Servers:
     def warm_up(self) -> None:
         for name in self.addresses:
             for traffic, requests in itertools.product(self.settings.traffic, WARM_UP_REQUESTS):
-                short = Traffic(traffic.name, traffic.prompt, WARM_UP_ANSWER)
+                short = Traffic(traffic.name, traffic.prompt, min(traffic.answer, WARM_UP_ANSWER))
                 self.measure(name, Cell(short, concurrency=requests), requests)
 
 

@@ -1,5 +1,7 @@
 """What `bench_serve` refuses before a server starts, and which results a run continues."""
 
+import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -9,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import tables
 from benchmarks.checkpoints.synthetic import PRESETS, config
 from benchmarks.engine import bench_serve, serve_cells
-from benchmarks.engine.serve_cells import CellError, parse_cells
+from benchmarks.engine.serve_cells import Cell, CellError, parse_cells
 from benchmarks.engine.serve_engines import SGLANG, Engine, Settings, parse_engine
 from fp8moe_plugin.errors import UnsupportedError
 
@@ -33,6 +36,8 @@ FIGURES = {"tokens_per_s": 2.0, "total_tokens_per_s": 4.0, "ttft_ms": 1.0}
         (["--engine", "own", f"nowhere -m {SGLANG}"], "nowhere does not run: "),
         (["--engine", "own", f"{sys.executable} -m {SGLANG}"], f"{sys.executable} has no SGLang. Name"),
         (["--cells", "1k"], "no such cells: '1k'"),
+        (["--cells", "decode@4x2048"], "no such cells: 'decode@4x2048'"),
+        (["--cells", "decode@512"], "--cells: fp8moe runs at most 256 requests at a time, not 512"),
     ],
     ids=" ".join,
 )
@@ -87,6 +92,12 @@ def test_both_servers_have_the_same_cache_and_context(settings: Settings, monkey
     assert int(found_sglang["--context-length"]) == int(found_vllm["--max-model-len"]) + 2
 
 
+def test_each_rank_of_data_parallelism_runs_requests() -> None:
+    engine = Engine({}, ["--data-parallel-size", "8", "--enable-expert-parallel"])
+    assert engine.most_requests == 8 * Engine({}, []).most_requests == 2048
+    assert replace(engine, python="/env/python").most_requests == 256
+
+
 def results(settings: Settings, **others: Any) -> bench_serve.Results:
     given = {"out": settings.folder / "r.json", "model": "m", "settings": settings, "engines": ENGINES, "waves": 2}
     return bench_serve.Results(**({"versions": {}} | given | others))
@@ -99,6 +110,44 @@ def test_a_run_measures_what_is_missing(settings: Settings) -> None:
     assert [resumed.has(cell, "fp8moe") for cell in (first, second)] == [True, False]
     assert not resumed.has(first, "vllm")
     assert not results(settings, model="other").has(first, "fp8moe")
+
+
+class Rounds:
+    """A server that takes 9 ms in the first round of a cell, and 1 ms less in each later one."""
+
+    def __init__(self) -> None:
+        self.addresses = {"fp8moe": ""}
+        self.calls: list[tuple[int, int]] = []
+
+    def measure(self, name: str, cell: Cell, requests: int) -> dict[str, float]:
+        self.calls.append((cell.traffic.prompt, requests))
+        ms = 9.0 - (len(self.calls) - 1) % (1 + serve_cells.ROUNDS)
+        return {"tpot_ms": ms, "all_ms": 10 * ms}
+
+
+def test_steps_have_rows_for_each_start(settings: Settings) -> None:
+    cells = [*parse_cells("decode@1,64"), *parse_cells("prefill@4x2048")]
+    found = results(settings)
+    for start in (1, 2):
+        servers = Rounds()
+        bench_serve.measure(servers, found, cells, 2, start)  # type: ignore[arg-type]
+        assert servers.calls == [(32, 1)] * 4 + [(32, 64)] * 4 + [(2048, 4)] * 4
+    rows = [(r["cell"], r["engine"], r["start"], r["ms"], r["ms_least"]) for r in results(settings).rows]
+    assert rows[:3] == [("decode 1", "fp8moe", 1, 7.0, 6.0), ("decode 64", "fp8moe", 1, 7.0, 6.0), rows[2]]
+    assert rows[2] == ("prefill 4x2048", "fp8moe", 1, 70.0, 60.0)
+    assert [row[2] for row in rows] == [1, 1, 1, 2, 2, 2]
+    assert "| decode 64 | 7.00, 7.00 |  |" in tables.steps({"rows": found.rows, "engines": found.engines}, "m")
+    assert tables.requests({"rows": found.rows, "engines": found.engines}, "m").count("\n") == 2
+
+
+def test_other_cells_wait_for_the_last_start(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [parse_cells("decode@1"), parse_cells("1k/8@2")]
+    starts: list[list[str]] = []
+    monkeypatch.setattr(bench_serve, "started", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(bench_serve, "measure", lambda _, __, todo, *___: starts.append([cell.name for cell in todo]))
+    args = argparse.Namespace(cells=cells, apart=True, starts=2, waves=1)
+    bench_serve.run(args, settings, ENGINES, results(settings))
+    assert starts == [["decode 1"], ["decode 1", "1k/8, concurrency 2"]]
 
 
 @pytest.mark.parametrize("change", ["waves", "engine", "model", "sglang"])
