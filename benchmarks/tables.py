@@ -261,8 +261,8 @@ def expert_parallel(found: Row) -> str:
         return [
             row["shape"],
             f"{row['tokens_per_rank']:,}",
-            *(f"{us:.0f}" for us in columns),
-            *(f"{us / row['push']:.2f}" for us in (row["nccl"], peer)),
+            *("-" if isinstance(us, str) else f"{us:.0f}" for us in columns),
+            *("-" if isinstance(us, str) else f"{us / row['push']:.2f}" for us in (row["nccl"], peer)),
         ]
 
     (peer,) = found["rows"][0]["peers"]

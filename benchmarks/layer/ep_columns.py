@@ -15,8 +15,11 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from benchmarks.layer.ep_peers import PEERS
 from fp8moe_plugin.bench.layer import random_routing, random_weights
+from fp8moe_plugin.bench.packed import packed, random_mxfp4
 from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.layers.kernels import kernels_backend
 from fp8moe_plugin.layers.window import open_group_window, window_refusal
 from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8
@@ -95,13 +98,14 @@ class Group:
 class Layer:
     """A layer's experts: those of this rank, and all of them, which are the same on every rank."""
 
-    def __init__(self, group: Group, experts: Experts, most_rows: int) -> None:
+    def __init__(self, group: Group, experts: Experts, most_rows: int, stored: WeightFormat = FP8_BLOCK) -> None:
         if experts.experts % group.ranks:
             raise UnsupportedError(
                 f"{experts.experts} experts are not divisible by {group.ranks} ranks. Use 2, 4 or 8."
             )
-        self.group, self.experts, self._most_rows = group, experts, most_rows
-        weights, local = random_weights(experts, group.device), experts.experts // group.ranks
+        self.group, self.experts, self._most_rows, self.stored = group, experts, most_rows, stored
+        device, local = group.device, experts.experts // group.ranks
+        weights = random_weights(experts, device) if stored is FP8_BLOCK else packed(random_mxfp4(experts, device))
         first = group.rank * local
         self.all_weights = *weights.w13, *weights.w2
         self.weights = [tensor[first : first + local] for tensor in self.all_weights]
@@ -126,7 +130,7 @@ class Layer:
 
     def local(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, **scale: Any) -> None:
         """Write what this rank's experts contribute to the tokens of all ranks."""
-        fused_moe(x, *self.weights, weights, ids, expert_map=self.expert_map, out=out, **scale)
+        fused_moe(x, *self.weights, weights, ids, expert_map=self.expert_map, weights=self.stored, out=out, **scale)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class Cell:
     def expected(self) -> torch.Tensor:
         """Returns the results of the first batch by one rank with all experts."""
         x, weights, ids = self.batches[0]
-        return fused_moe(x, *self.layer.all_weights, weights, ids)
+        return fused_moe(x, *self.layer.all_weights, weights, ids, weights=self.layer.stored)
 
     def _calls(self, run: Callable[..., object], outs: list[torch.Tensor]) -> Calls:
         return Calls([partial(run, *batch, out) for batch, out in zip(self.batches, outs, strict=True)], outs)
@@ -166,7 +170,7 @@ class Cell:
     def _push(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
         layer = self.layer
         tensors = x, *layer.weights, weights, ids, layer.expert_map
-        push_moe(layer.window, layer.owners, self.rows, *tensors, out=out)
+        push_moe(layer.window, layer.owners, self.rows, *tensors, weights=layer.stored, out=out)
 
 
 class Nccl:

@@ -30,7 +30,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,19 @@ from benchmarks.layer.ep_peers import PEERS, trial, with_version
 from benchmarks.report import results_or_errors, write_report
 from fp8moe_plugin.bench.layer import BYTES_PER_S, FLOP_PER_S, WRONG
 from fp8moe_plugin.checkpoint.shapes import Experts
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.formats.weight_format import WeightFormat
 
-SHAPES = {"V4-Flash": Experts(1, 256, 6, 4096, 2048), "V3": Experts(1, 256, 8, 7168, 2048)}
-TINY = {"tiny": Experts(1, 16, 4, 256, 128)}  # for a CPU
+
+class Shape(NamedTuple):
+    experts: Experts
+    stored: WeightFormat = FP8_BLOCK
+
+
+FLASH, V3, SMALL = Experts(1, 256, 6, 4096, 2048), Experts(1, 256, 8, 7168, 2048), Experts(1, 16, 4, 256, 128)
+SHAPES = {"V4-Flash": Shape(FLASH), "V3": Shape(V3), "V4-Flash, MXFP4": Shape(FLASH, PACKED_MXFP4)}
+TINY = {"tiny": Shape(SMALL), "tiny, MXFP4": Shape(SMALL, PACKED_MXFP4)}  # for a CPU
 TOKENS, TINY_TOKENS = (1, 8, 32, 128, 512, 4096), (1, 5)
 CPU_COLUMNS = tuple(name for name in COLUMNS if name != "push")
 H100_BYTES_PER_S = 3.0e12  # of a copy, read and written
@@ -53,13 +63,14 @@ SEED = 0
 Ended = Callable[[], bool]  # whether the time is up, by the clock of rank 0
 
 
-def floor_us(experts: Experts, ranks: int, tokens: int) -> float:
+def floor_us(experts: Experts, stored: WeightFormat, ranks: int, tokens: int) -> float:
     """Returns a lower bound for a rank with its share of experts and pairs, from memory traffic and arithmetic."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     busy = experts.experts / ranks * (1 - (1 - experts.topk / experts.experts) ** (ranks * tokens))
-    weights = 3 * experts.hidden * experts.intermediate  # per expert: bytes, and multiply-adds per pair
+    weights = 3 * experts.hidden * experts.intermediate  # per expert, and multiply-adds per pair
     pairs = tokens * experts.topk
-    memory_s = (busy * weights + 3 * pairs * experts.hidden) / (H100_BYTES_PER_S if "H100" in name else BYTES_PER_S)
+    moved = busy * stored.nbytes(3 * experts.intermediate, experts.hidden) + 3 * pairs * experts.hidden
+    memory_s = moved / (H100_BYTES_PER_S if "H100" in name else BYTES_PER_S)
     return max(memory_s, 2 * weights * pairs / FLOP_PER_S) * 1e6
 
 
@@ -162,7 +173,7 @@ def measure(name: str, cell: Cell, columns: Sequence[str], peers: dict[str, str 
         results[column]["us"] = round(us / len(cell.batches), 2)
     results |= {peer: {"error": refusal} for peer, refusal in peers.items() if refusal is not None}
     found = {column: result.get("us", result.get("error")) for column, result in results.items()}
-    floor = round(floor_us(experts, group.ranks, cell.rows), 1)
+    floor = round(floor_us(experts, cell.layer.stored, group.ranks, cell.rows), 1)
     row = {"shape": name, "tokens_per_rank": cell.rows, "floor": floor} | {column: found[column] for column in columns}
     row["peers"] = {with_version(peer): found[peer] for peer in peers}
     for key in ("relative_l2", "repeats"):
@@ -198,8 +209,11 @@ def check(name: str, layer: Layer, rows: Sequence[int], ended: Ended) -> dict[st
     return found | {"relative_l2": round(max(errors), 5)}
 
 
-def refusals(group: Group, experts: Experts, tokens: int, peers: Sequence[str]) -> dict[str, str | None]:
+def refusals(layer: Layer, tokens: int, peers: Sequence[str]) -> dict[str, str | None]:
     """Returns why each peer cannot be measured, or None."""
+    if layer.stored is not FP8_BLOCK:
+        return dict.fromkeys(peers, "it needs weights in block FP8")
+    group, experts = layer.group, layer.experts
     found = {}
     for peer in peers:
         with socket.socket() as free:
@@ -245,12 +259,12 @@ def main() -> None:
     for name in options.shapes:
         if ended():
             break
-        experts = (SHAPES | TINY)[name]
-        layer = Layer(group, experts, max(options.tokens))
+        experts, stored = (SHAPES | TINY)[name]
+        layer = Layer(group, experts, max(options.tokens), stored)
         if options.check:
             add(check(name, layer, options.tokens, ended))
             continue
-        peers = refusals(group, experts, min(options.tokens), options.peers)
+        peers = refusals(layer, min(options.tokens), options.peers)
         for rows in options.tokens:
             if ended():
                 break
