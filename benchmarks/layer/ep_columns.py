@@ -3,6 +3,8 @@
 Each way is a column of `benchmarks.layer.ep_layer`.
 """
 
+import faulthandler
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from fp8moe_plugin.ops.push import push_moe
 from fp8moe_plugin.ops.window import Window
 
 COLUMNS = ("layer", "nccl", "nccl_comm", "nccl_fp8", "nccl_fp8_comm", "push")
-PATIENCE_S = 20  # that a kernel waits for another rank
+PATIENCE_S = 20  # that a rank waits for another, in a kernel or at the end
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -85,6 +87,17 @@ class Group:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """End the process group, once no rank has a CUDA graph or shared memory left.
+
+        NCCL waits until the last graph with its collectives is destroyed. A rank that waits too long prints where.
+        """
+        gc.collect()
+        self.synchronize()
+        dist.barrier(self.cpu)
+        faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+        dist.destroy_process_group()
 
     def gathered(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Returns each tensor of all ranks. The all-gathers are one NCCL group, as in vLLM's default all-to-all."""
