@@ -397,11 +397,17 @@ def layer_reference(
     ids: torch.Tensor,
     *,
     quantized: bool,
+    rounds_rows: bool = True,
     ue8m0: bool = False,
     activation: Activation = SILU,
     biases: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Returns the layer in float64, expert by expert; `quantized`: rounded wherever the ops round, else nowhere."""
+    """Returns the layer in float64, expert by expert.
+
+    Args:
+        quantized: rounded wherever the ops round, else nowhere.
+        rounds_rows: if quantized, also what an expert returns for a token.
+    """
     b13, b2 = (biases[name].double() if biases else torch.zeros(len(layer.w13), 1) for name in ("w13_bias", "w2_bias"))
 
     def as_fp8(values: torch.Tensor) -> torch.Tensor:
@@ -417,7 +423,8 @@ def layer_reference(
         gate_up = tokens[token] @ dequantize_weights(layer.w13[e], layer.w13_scale[e]).T + b13[e].to(tokens)
         gate_up = as_bf16(gate_up) if activation == SILU else gate_up
         inner = as_fp8(swiglu(gate_up, activation, rounded=quantized))
-        down = as_bf16(inner @ dequantize_weights(layer.w2[e], layer.w2_scale[e]).T + b2[e].to(tokens))
+        down = inner @ dequantize_weights(layer.w2[e], layer.w2_scale[e]).T + b2[e].to(tokens)
+        down = as_bf16(down) if rounds_rows else down
         total.index_add_(0, token, topk_weights[token, column, None].double() * down)
     return total
 

@@ -73,8 +73,9 @@ def fused_moe(
             argument.
     Returns:
         bfloat16 `[T, H]`. Captures in a CUDA graph. A token's result does not depend on the values of other tokens. Its
-        low-order bits may depend on the number of tokens, because K may be split, and in a small batch on the experts
-        of other tokens. On a GPU with VLLM_BATCH_INVARIANT=1 they depend on neither.
+        low-order bits may depend on the number of tokens, because K may be split and a small batch does not round rows
+        to bfloat16 before it sums them; and in a small batch on the experts of other tokens. On a GPU with
+        VLLM_BATCH_INVARIANT=1 they depend on neither.
     Raises:
         InvalidInputError: wrong dtype, shape, stride, device or option, too many experts, a tensor that requires a
             gradient; with FP8MOE_DEBUG=1 also an id below -1 or too large, or an `out` that overlaps with another one.
