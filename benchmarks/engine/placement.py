@@ -1,4 +1,4 @@
-"""A vLLM worker extension that reports where expert load balancing has placed the experts (`worker_extension_cls`).
+"""A vLLM worker extension that reports windows, and where expert load balancing has placed the experts.
 
 The environment variable `START_PLACED`, a JSON list with the expert in each place, decides where experts are loaded in
 the model's only mixture-of-experts layer.
@@ -37,6 +37,12 @@ class Placement:
         (state,) = self.model_runner.eplb_state.model_states.values()
         (layer,) = state.physical_to_logical_map.tolist()
         return layer
+
+    def windows(self) -> list[list[int]]:
+        """Hidden size, experts per token and experts of the layers of each window (`FP8MOE_EP=push`)."""
+        from fp8moe_plugin.layers.vllm.push import _windows
+
+        return sorted([window.hidden, window.topk, window.experts] for window in _windows.values())
 
     def misplaced(self) -> list[str]:
         """Tensors on this rank that differ from those of the expert that should be in their place, byte for byte."""

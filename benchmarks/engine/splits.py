@@ -11,6 +11,9 @@ Each case compares one engine with a reference engine, on small synthetic checkp
   activation, which may decide between likely tokens. The number of equal tokens is reported and not asserted, but no
   split may be further from the unquantized model (`twin`) than one GPU is.
 
+Engines with `FP8MOE_EP=push` must have as many windows as they have kinds of layers. With expert load balancing they
+answer while experts move.
+
 Each engine has its own process: on GPUs with CUDA graphs for decode and without torch.compile, on CPUs eager. Cases
 that need more GPUs than there are, are skipped; features that vLLM does not offer are reported as refused. The exit
 status is 1 if a case failed.
@@ -23,7 +26,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import textwrap
@@ -46,10 +48,12 @@ from benchmarks.checkpoints.answers import (
     compare,
     equal_prefix,
     random_prompts,
+    same_history,
 )
 from benchmarks.checkpoints.synthetic import write_checkpoint
 from benchmarks.engine.placement import START_PLACED
-from benchmarks.engine.split_cases import CASES, ENGINES, EPLB, NOT_ON_CPUS, ON_GPU, REDUNDANT, Case, shapes
+from benchmarks.engine.replicas import joined, meet, rest
+from benchmarks.engine.split_cases import CASES, ENGINES, EPLB, NOT_ON_CPUS, ON_GPU, REDUNDANT, Case, Engine, shapes
 from benchmarks.engines import in_own_process, run_and_answer
 from benchmarks.report import write_report
 from fp8moe_plugin.compare.cells import EAGER
@@ -81,11 +85,17 @@ class EngineReport(BaseModel):
     weights_bytes: int | None = None
     loading_peak_bytes: int | None = None
     moved: int | None = None  # places whose expert has changed since the start
+    moved_meanwhile: int | None = None  # while the engine answered
     misplaced: list[str] | None = None  # tensors that differ from the checkpoint's
+    windows: list[list[int]] | None = None  # hidden size, experts per token and experts of each window
 
 
 class CaseReport(BaseModel):
-    """`difference`, `clear`, `same`: see `benchmarks.checkpoints.answers.Comparison`."""
+    """`difference`, `clear`, `same`: see `benchmarks.checkpoints.answers.Comparison`.
+
+    `equal_best`: share of the positions with equal history where both have the same best token. `first_apart`: largest
+    difference of log-probabilities of the reference's first tokens.
+    """
 
     what: str
     engine: str
@@ -100,6 +110,8 @@ class CaseReport(BaseModel):
     difference: float | None = None
     clear: float | None = None
     same: float | None = None
+    equal_best: float | None = None
+    first_apart: float | None = None
     from_twin: float | None = None
     reference_from_twin: float | None = None
 
@@ -113,24 +125,30 @@ def run_engine(name: str, checkpoints: Path) -> dict[str, Any]:
 
     engine = ENGINES[name]
     start, found = time.monotonic(), dict[str, Any]()
+    arguments = COMMON | engine.arguments
+    if engine.draft:
+        draft = {"model": str(checkpoints / engine.draft), "quantization": engine.arguments["quantization"]}
+        arguments["speculative_config"] = arguments["speculative_config"] | draft
     with loading_measured(found) if ON_GPU and engine.gpus == 1 else contextlib.nullcontext():
-        llm = LLM(
-            model=str(checkpoints / engine.checkpoint), dtype="bfloat16", skip_tokenizer_init=True,
-            **COMMON, **engine.arguments,
-        )  # fmt: skip
+        llm = LLM(model=str(checkpoints / engine.checkpoint), dtype="bfloat16", skip_tokenizer_init=True, **arguments)
     found["ready_s"] = round(time.monotonic() - start, 1)
     if engine.reloads:
         llm.collective_rpc("reload_weights")
     if engine.moves:
-        found |= move_experts(llm)
+        found |= move_experts(llm, engine)
     elif engine.placed_as:
         llm.collective_rpc("stop_moving")
     mine = slice(int(os.environ.get("VLLM_DP_RANK", 0)), None, engine.replicas)
     found["answers"] = ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS)[mine], GENERATED)
+    rest(engine.replicas, "answered")  # before that, the steps of the other ranks need this engine
     if engine.moves or engine.placed_as:
+        places = llm.collective_rpc("stop_moving")[0]
+        if engine.moves:
+            found["moved_meanwhile"] = differences(places, found["places"])
         found["misplaced"] = list(itertools.chain.from_iterable(llm.collective_rpc("misplaced")))
-    if engine.replicas > 1:
-        time.sleep(2)  # the last steps of the other ranks need this engine
+    if engine.windows:
+        found["windows"] = llm.collective_rpc("windows")[0]
+    meet(engine.replicas, "done")
     return found
 
 
@@ -152,8 +170,11 @@ def loading_measured(found: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def move_experts(llm: Any) -> dict[str, Any]:
-    """Generate until vLLM has moved experts to places it could also load: no expert twice on a rank."""
+def move_experts(llm: Any, engine: Engine) -> dict[str, Any]:
+    """Generate until vLLM has moved experts to places it could also load: no expert twice on a rank.
+
+    An engine of one replica moves none from then on. Others go on: a replica cannot stop alone.
+    """
     from vllm import SamplingParams, TokensPrompt
 
     experts = shapes()["deepseek"].experts
@@ -162,12 +183,19 @@ def move_experts(llm: Any) -> dict[str, Any]:
     for seed in range(1, ROUNDS_OF_MOVES + 1):
         prompts = random_prompts(PROMPTS, PROMPT_TOKENS, seed=seed)
         llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], sampling, use_tqdm=False)
+        rest(engine.replicas, f"round {seed}")
         places = llm.collective_rpc("experts_in_places")[0]
-        half = len(places) // 2
-        if places != start and all(len(set(rank)) == half for rank in (places[:half], places[half:])):
-            llm.collective_rpc("stop_moving")
-            return {"places": places, "moved": sum(now != then for now, then in zip(places, start, strict=True))}
+        local = len(places) // engine.gpus
+        of_ranks = [places[first : first + local] for first in range(0, len(places), local)]
+        if places != start and all(len(set(rank)) == local for rank in of_ranks):
+            if engine.replicas == 1:
+                llm.collective_rpc("stop_moving")
+            return {"places": places, "moved": differences(places, start)}
     raise RuntimeError(f"vLLM moved no experts to where it could load them in {ROUNDS_OF_MOVES} rounds: {places}")
+
+
+def differences(now: list[int], then: list[int]) -> int:
+    return sum(one != other for one, other in zip(now, then, strict=True))
 
 
 # All engines of the selected cases
@@ -199,22 +227,6 @@ def start_engine(name: str, number: int, checkpoints: Path, timeout: float, othe
     return found
 
 
-def joined(replicas: int, environment: dict[str, str], start: Any) -> dict[str, Any]:
-    """Returns the results of all replicas, with answers in the order of the prompts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"VLLM_DP_SIZE": str(replicas), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
-    own = [{"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(replicas)]
-    with ThreadPoolExecutor(replicas) as pool:
-        found = list(pool.map(lambda ranks: start(environment | common | ranks), own))
-    if errors := [part["error"] for part in found if "error" in part]:
-        return {"error": "; ".join(errors)}
-    answers = [part["answers"] for part in found]
-    together = {key: [x for turn in zip(*(a[key] for a in answers), strict=True) for x in turn] for key in answers[0]}
-    return {"ready_s": max(part["ready_s"] for part in found), "answers": together}
-
-
 def write_checkpoints(folder: Path, names: set[str]) -> None:
     """Write the checkpoints `<shape>-<kind>`, and compile their kernels, so that engines need not."""
     for name in sorted(names):
@@ -241,6 +253,12 @@ def check(case: Case, found: dict[str, dict[str, Any]]) -> CaseReport:
     ours, reference = found[case.engine]["answers"], found[case.reference]["answers"]
     report.difference, report.clear, report.same = compare(ours, reference)
     count_equal(report, ours, reference)
+    mine, theirs = same_history(ours, reference)
+    report.equal_best = (mine.argmax(1) == theirs.argmax(1)).float().mean().item()
+    report.first_apart = max(
+        abs(one[0][tokens[0]] - other[0][tokens[0]])
+        for one, other, tokens in zip(ours["generated"], reference["generated"], reference["tokens"], strict=True)
+    )
     if case.check == "bits" and (report.equal_tokens, report.equal_positions) != (report.tokens, report.positions):
         report.problems.append("not all bits are equal")
     if report.difference > LARGEST_DIFFERENCE:
@@ -261,6 +279,11 @@ def check(case: Case, found: dict[str, dict[str, Any]]) -> CaseReport:
         f"{name}: {found[name]['misplaced'][:3]}" for name in case.engines() if found[name].get("misplaced")
     ]
     report.problems += [problem for name in case.engines() if (problem := memory_problem(name, found[name]))]
+    report.problems += [
+        f"{name} has the windows {found[name]['windows']}, expected were {ENGINES[name].windows}"
+        for name in case.engines()
+        if len(found[name].get("windows", [])) != ENGINES[name].windows
+    ]
     report.state = "failed" if report.problems else "passed"
     return report
 
@@ -296,6 +319,7 @@ def row(name: str, report: CaseReport) -> str:
         text += (
             f" tokens {report.equal_tokens}/{report.tokens}, equal bits {report.equal_positions}/{report.positions}, "
         )
+        text += f"best {report.equal_best:.4f}, first tokens apart {report.first_apart:.4f}, "
         text += f"apart {report.difference:.4f}, clear leads kept {report.same:.4f} of {report.clear:.2f}"
     if report.from_twin is not None:
         text += f", from the twin {report.from_twin:.4f}, one GPU {report.reference_from_twin:.4f}"
@@ -356,7 +380,7 @@ def run_engines(
 ) -> Iterator[dict[str, dict[str, Any]]]:
     """Run the engines, and yield the results so far whenever one is done."""
     names = list(dict.fromkeys(itertools.chain.from_iterable(case.engines() for case in cases.values())))
-    write_checkpoints(checkpoints, {ENGINES[name].checkpoint for name in names})
+    write_checkpoints(checkpoints, {c for name in names for c in (ENGINES[name].checkpoint, ENGINES[name].draft) if c})
     futures: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(jobs) as pool:  # an engine that starts with the placement of another one comes after it
         for number, name in enumerate(names):
