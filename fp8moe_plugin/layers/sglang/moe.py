@@ -1,5 +1,7 @@
 """Mixture-of-experts layers of an SGLang model: creating and loading their parameters, and calling the op."""
 
+import functools
+import threading
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -35,6 +37,7 @@ from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
 BLOCK, CHANNEL = FusedMoeWeightScaleSupported.BLOCK, FusedMoeWeightScaleSupported.CHANNEL
+_lock = threading.Lock()  # SGLang's DeepSeek-V4 calls the loaders of tensors on the host on several threads
 
 
 class Fp8MoeMethod(FusedMoEMethodBase):
@@ -208,7 +211,18 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
         with shape_errors(method.prefix, tensor):
             layer.weight_loader(param, tensor, name, shard_id, expert_id)
 
-    return check_and_load
+    return _one_at_a_time(check_and_load) if quant.recoded_from else check_and_load
+
+
+def _one_at_a_time(load: Callable[..., None]) -> Callable[..., None]:
+    """Returns a loader that one thread at a time runs: the tensors that wait are shared."""
+
+    @functools.wraps(load)
+    def load_alone(*args: Any, **kwargs: Any) -> None:
+        with _lock:
+            load(*args, **kwargs)
+
+    return load_alone
 
 
 def _add_half(

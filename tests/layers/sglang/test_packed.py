@@ -1,6 +1,8 @@
 """Experts that stay in MXFP4 in SGLang: each rank holds exactly its part of the checkpoint's weights, packed."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,7 +17,8 @@ from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.spec import SCALE, QuantSpec
-from fp8moe_plugin.layers import pack
+from fp8moe_plugin.layers import pack, recode
+from fp8moe_plugin.layers.recode import to_device
 from fp8moe_plugin.layers.sglang import moe
 from fp8moe_plugin.layers.sglang.loads import Loads
 from tests import helpers as h
@@ -91,6 +94,30 @@ def test_a_call_of_the_model_leaves_no_projection(fails):
     assert not layers.QUANT.loads.halves.batches
     if not fails:
         assert_equal(weights_of(layer, 0), wanted_of(checkpoint, 0))
+
+
+def slow_to_device(*args, copy=False):
+    time.sleep(0.002)
+    return to_device(*args, copy=copy)
+
+
+@pytest.mark.parametrize("spec", [PACKED, QuantSpec(FP8_BLOCK, recoded_from=MXFP4)])
+def test_tensors_may_arrive_on_several_threads(monkeypatch, spec):
+    """SGLang's DeepSeek-V4 passes tensors on the host to a pool of threads, each on its own."""
+    monkeypatch.setattr(layers.QUANT, "spec", spec)
+    for module in (recode, pack):
+        monkeypatch.setattr(module, "to_device", slow_to_device)  # other threads run meanwhile
+    checkpoint = in_mxfp4(INTERMEDIATE)
+    for _ in range(3):
+        layer = Layer(INTERMEDIATE, 1, 0)
+        halves = [(name, expert) for expert in range(EXPERTS) for name in sorted(checkpoint)]
+        with ThreadPoolExecutor(8) as pool:
+            parts = [{name: [None] * expert + [checkpoint[name][expert]]} for name, expert in halves]
+            list(pool.map(layer.load, parts))
+        layer.finish()
+        layers.QUANT.loads.finish()
+        if spec is PACKED:
+            assert_holds(layer, checkpoint)
 
 
 @pytest.mark.parametrize("spec", [PACKED, QuantSpec(FP8_BLOCK, recoded_from=MXFP4)])
