@@ -62,7 +62,7 @@ class Loads:
 
     def note(self, method: Method, layer: Any, projection: str, *roles: Role) -> None:
         """Note that a tensor is written; see `Arrivals.note`."""
-        self.empty = False
+        self.empty, self.written = False, True
         self.changed[method.prefix] = method, layer
         self.arrivals.note(projection, *roles)
 

@@ -74,6 +74,16 @@ def test_the_last_experts_are_packed_when_the_load_ends(monkeypatch, end):
         assert_holds(layer, checkpoint)
 
 
+def test_a_step_packs_what_loaders_brought_alone():
+    """A custom loader of SGLang may call them outside of the model's `load_weights`."""
+    loads, layer = layers.QUANT.loads, Layer(INTERMEDIATE, 1, 0).load(in_mxfp4(INTERMEDIATE))
+    loads.finish()
+    layer.load({name: tensors[:1] for name, tensors in second().items()})
+    assert loads.halves.batches
+    loads.check_usable()
+    assert_equal(weights_of(layer, 0), wanted_of(second(), 0))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_of_the_model_leaves_no_projection(fails):
     """It packs what is complete, or forgets it with an error."""
