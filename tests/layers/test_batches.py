@@ -105,6 +105,7 @@ ORDERS = {
     "expert by expert": lambda each: (each.expert, each.shard),
     "shard by shard": lambda each: (each.shard, each.expert),
     "backwards": lambda each: (-each.expert, each.shard),
+    "between its ends": lambda each: ((0, 2, 1, 3, 4).index(each.expert), each.shard),
     "shuffled": lambda each: random.Random(each.name).random(),
 }
 
@@ -120,6 +121,12 @@ def test_a_batch_writes_the_same_bits(monkeypatch, share, order, spans):
         layer = Layer(share).at_once(given)
         layer.halves.write()
         assert layer.holds(wanted)
+
+
+def test_the_hidden_size_may_end_within_a_block(monkeypatch):
+    monkeypatch.setitem(globals(), "HIDDEN", 288)
+    layer, wanted = Layer().at_once(checkpoint()), Layer().one_by_one(checkpoint())
+    assert layer.holds(wanted)
 
 
 def test_a_batch_of_all_experts_does_not_wait():
