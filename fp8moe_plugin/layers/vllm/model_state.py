@@ -106,6 +106,7 @@ class ModelState:
             self.reloaded, self.without_tensors = False, []
             compat.keep_mla_weights(self.engine)
         self.reloading.add(layer)
+        self.halves.write(f"{layer} ")  # what loaders brought alone, which stays if the reload brings nothing
         self.halves.clear(f"{layer} ")
 
     def finish_layer(self, layer: str, got_tensors: bool) -> None:

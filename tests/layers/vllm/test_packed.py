@@ -75,17 +75,17 @@ def test_the_last_experts_are_packed_when_the_load_ends(load, widened):
         model.step()
 
 
-@pytest.mark.parametrize("in_call", [False, True])
-def test_some_experts_may_be_loaded_in_place(in_call):
+@pytest.mark.parametrize("end", ["call", "step", "empty reload"])
+def test_some_experts_may_be_loaded_in_place(end):
     """By a call of the model's, or, as some of vLLM's transfer engines do, by those of the loaders."""
     old, new = first("packed"), second("packed")
     model = Model("packed").start(old)
     part = {name: [tensors[0], *[None] * (EXPERTS - 1)] for name, tensors in new.items() if name.startswith("w1")}
-    if in_call:
+    if end == "call":
         model.load_weights(named for named in model.tensors(part) if named[0].startswith("experts"))
     else:
         load_experts(model.experts, part)
-        model.step()
+        model.step() if end == "step" else model.reload_weights([])
     wanted = {name: [part.get(name, tensors)[0], *tensors[1:]] for name, tensors in old.items()}
     assert_holds(model.experts, wanted)
 
