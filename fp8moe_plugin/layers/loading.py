@@ -135,6 +135,8 @@ def shape_errors(prefix: str, tensor: torch.Tensor) -> Iterator[None]:
     """Convert the exceptions of an engine's loader about a tensor of a wrong shape to `CheckpointError`."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"{prefix}: a tensor of shape {list(tensor.shape)} does not fit the "

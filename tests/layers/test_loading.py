@@ -63,3 +63,13 @@ def test_e8m0_scales_that_cannot_be_are_refused(dtype, byte, message):
     scales = marked(torch.empty(1, 2), FP8_BLOCK, Role.SCALES)
     with pytest.raises(CheckpointError, match=f"scales L {message}"):
         loading.check_tensor("L", scales, torch.tensor([[127, byte]], dtype=torch.uint8).view(dtype))
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_checkpoint():
+    with pytest.raises(torch.OutOfMemoryError, match="of memory"), loading.shape_errors("layer", torch.empty(2, 3)):
+        raise torch.OutOfMemoryError("out of memory")
+    with (
+        pytest.raises(CheckpointError, match=r"shape \[2, 3\] does not fit the layer: sizes"),
+        loading.shape_errors("layer", torch.empty(2, 3)),
+    ):
+        raise RuntimeError("sizes")
