@@ -1,7 +1,6 @@
 """The window of a rank: memory of an expert-parallel group that all of its ranks can write to."""
 
 import functools
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,17 +8,7 @@ import torch
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.plan.sm90.catalog import MAX_RANKS
-from fp8moe_plugin.plan.sm90.push import (
-    FEW_BLOCKS,
-    FIELD_BYTES,
-    HEADER_BYTES,
-    WindowLayout,
-    push_refusal,
-    window_layout,
-)
-
-FIELDS = struct.Struct(f"{MAX_RANKS}q7q3i2I")  # of `Window` in csrc/ranks/window.cuh, before `arrived`
-assert FIELDS.size == FIELD_BYTES
+from fp8moe_plugin.plan.sm90.push import FEW_BLOCKS, FIELDS, HEADER_BYTES, WindowLayout, push_refusal, window_layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ csrc/ranks/window.cuh says why nothing is acknowledged.
 """
 
 import functools
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, PUSHED_ROWS_PER_EXPERT, PUSHED_ROWS_RANKS_FROM
 
-FIELD_BYTES = 8 * (MAX_RANKS + 7) + 4 * 5  # of `Window` in csrc/ranks/window.cuh, before `arrived`
-HEADER_BYTES = ceil_div(FIELD_BYTES, 128) * 128 + 128 * MAX_RANKS  # `arrived`: a cache line per rank
+FIELDS = struct.Struct(f"{MAX_RANKS}q7q3i2I")  # of `Window` in csrc/ranks/window.cuh, before `arrived`
+HEADER_BYTES = ceil_div(FIELDS.size, 128) * 128 + 128 * MAX_RANKS  # `arrived`: a cache line per rank
 TOKEN_BLOCKS, SUM_BLOCKS = 2, 10  # most blocks per multiprocessor of push_tokens and push_sums: one wave
 FEW_BLOCKS = 256  # in one push, up to which each counts itself on all ranks: more would queue there
 
