@@ -1,7 +1,6 @@
 """The replicas of a data-parallel engine: a process each, which meet where none may go on alone."""
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +9,16 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from benchmarks.engine.serve_demo import free_port
+
 STORE = "ENGINE_SPLITS_STORE"  # environment variable: the port of the store in which replicas meet
 MEETING_S = 600.0  # that a replica waits for the others; the limit of an engine ends it before
 
 
 def joined(replicas: int, environment: dict[str, str], start: Callable[[dict[str, str]], Any]) -> dict[str, Any]:
     """Returns what the replicas have found, with answers in the order of the prompts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {"VLLM_DP_SIZE": str(replicas), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+    common = {"VLLM_DP_SIZE": str(replicas), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
     common[STORE] = str(store.port)
     own = [{"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)} for rank in range(replicas)]
     with ThreadPoolExecutor(replicas) as pool:

@@ -12,7 +12,6 @@ holds a call per copy.
 """
 
 import argparse
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.layer.dense_gemm import CHECKED_ROWS, COLD_BYTES, WRONG
-from benchmarks.layer.operands import random_fp8, random_scales
+from benchmarks.layer.dense_gemm import CHECKED_ROWS, WRONG, random_weights
 from benchmarks.report import results_or_errors, write_report
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.jit.launch import Slot
@@ -137,11 +135,6 @@ def part(weight: Quantized, n: int, k: int) -> Quantized:
     return weight[0][:n, :k].contiguous(), weight[1][:n].contiguous()
 
 
-def random_weights(n: int, k: int) -> list[Quantized]:
-    copies = math.floor(COLD_BYTES / (n * k)) + 1
-    return [(random_fp8((n, k)), random_scales((n, 1), k)) for _ in range(copies)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="of activations")
@@ -151,7 +144,7 @@ def main() -> None:
     about = {name: installed(name) for name in ("vllm", "fp8moe-plugin")}
     points: list[dict[str, Any]] = []
     for name, layer in LAYERS.items():
-        weights = random_weights(layer.n, layer.k)
+        weights = random_weights(layer.n, layer.k, block=(1, layer.k))
         for count in options.rows:
             found = measure(layer, weights, count)
             sizes = {"n": layer.n, "k": layer.k, "bias": layer.bias, "weight_copies": len(weights)}

@@ -129,9 +129,10 @@ def time_in_turn(call: Callable[[Pair], Any], weights: list[Pair]) -> tuple[floa
     return burst / len(weights), sustained / len(weights)
 
 
-def random_weights(n: int, k: int) -> list[Pair]:
+def random_weights(n: int, k: int, block: tuple[int, int] = (GROUP, GROUP)) -> list[Pair]:
+    """Returns copies of a weight `[N, K]` with a scale per block."""
     copies = math.floor(COLD_BYTES / (n * k)) + 1
-    scales = (ceil_div(n, GROUP), k // GROUP)
+    scales = (ceil_div(n, block[0]), k // block[1])
     return [(random_fp8((n, k)), random_scales(scales, k)) for _ in range(copies)]
 
 
