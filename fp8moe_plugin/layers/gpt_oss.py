@@ -97,7 +97,7 @@ class Target(NamedTuple):
     scales: torch.Tensor
     share: Share
     packed: bool  # or in block FP8
-    running: bool  # see `pack`
+    running: bool  # see `ShardBatch`
     balanced: bool
 
     @on_one_thread()
@@ -105,7 +105,7 @@ class Target(NamedTuple):
         """Load codes or exponents. The second of both to arrive writes the parameters.
 
         Raises:
-            CheckpointError, UnsupportedError: see `pack` and `block_fp8`.
+            CheckpointError, UnsupportedError: see `ShardBatch` and `block_fp8`.
         """
         waits = role is Role.WEIGHT
         half = tensor.view(torch.uint8)

@@ -1,6 +1,6 @@
 """Experts in MXFP4 that stay in MXFP4: projections are packed when the codes and exponents of several have arrived.
 
-Packing one alone takes about sixty calls of torch, each of which costs the host several microseconds.
+Packing one alone takes about sixty calls of torch, and the host needs several microseconds for each call.
 Every rank receives the whole projection and takes its part first. Parameters have one expert per index of their first
 dimension, as EPLB needs them. They have no room for further steps (ops/mxfp4.py) until an expert needs some; then those
 of its layer grow. New weights that need more of them than the parameters of a running layer have are refused, since
@@ -110,10 +110,19 @@ class ShardBatch:
             self.projections[slot] = projection
 
     @property
+    def down(self) -> bool:
+        return self.shard_id == "w2"
+
+    @property
+    def per_parameter(self) -> int:
+        """How many projections of an expert share the parameters: w13 has gate and up."""
+        return 1 if self.down else 2
+
+    @property
     def waits(self) -> bool:
         """Whether others may be packed with these. A projection that may be refused is not kept waiting."""
-        shape, halves = self.parameters[0].shape, 1 if self.shard_id == "w2" else 2
-        size = math.prod(shape[1:]) * CODE_BYTES // (CHUNK_BYTES * halves)
+        shape = self.parameters[0].shape
+        size = math.prod(shape[1:]) * CODE_BYTES // (CHUNK_BYTES * self.per_parameter)
         refusable = (self.running or self.balanced) and any(each.most > SPAN for each in self.projections.values())
         return not refusable and len(self.projections) < min(shape[0], BATCH_BYTES // size)
 
@@ -124,7 +133,7 @@ class ShardBatch:
             CheckpointError: a running layer has no room for the steps of one.
             UnsupportedError: one has further steps, and ranks exchange experts.
         """
-        found, form = list(self.projections.values()), (self.shard_id == "w2", self.share)
+        found, form = list(self.projections.values()), (self.down, self.share)
         codes = _joined(Role.WEIGHT, [each.codes for each in found], *form)
         exponents = _joined(Role.SCALES, [each.exponents for each in found], *form)
         blocks = Fp4Blocks.of(codes, exponents, max(each.most for each in found))
@@ -151,8 +160,7 @@ class ShardBatch:
 
     def _make_room(self, name: str, extra: int) -> None:
         """Make room for the further steps of a projection."""
-        halves, room = 1 if self.shard_id == "w2" else 2, further_steps(*self.parameters)
-        further = extra * halves
+        further, room = extra * self.per_parameter, further_steps(*self.parameters)
         if further and self.balanced:
             raise UnsupportedError(
                 f"{name}: the exponents of a block differ by more than expert load balancing can serve. Restart "
@@ -161,7 +169,7 @@ class ShardBatch:
         if self.running:
             check_room(name, further, room)
         if further > room:
-            grow(name, *self.parameters, halves == 2, further)
+            grow(name, *self.parameters, not self.down, further)
 
 
 def pack_later(

@@ -171,7 +171,7 @@ class Halves:
         """Keep complete projections until more have come.
 
         A checkpoint may have an expert of all layers before the next one, so only as many shards wait as a layer has.
-        The one that has waited longest is written then.
+        The one to which nothing was added for longest is written then.
         """
         self.batches.pop(shard, None)
         self.batches[shard] = batch
