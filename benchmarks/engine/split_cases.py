@@ -59,7 +59,7 @@ OWN_FP8, OWN_FP8_ENVIRONMENT = PEERS["triton"]  # FP32 scales of activations, as
 
 
 def pushing(ranks: int, checkpoint: str) -> dict[str, Engine]:
-    """Engines with FP8MOE_EP=push on so many GPUs, and the one with vLLM's all-to-all."""
+    """Engines with FP8MOE_EP=push on this number of GPUs, and the one with vLLM's all-to-all."""
     own = Engine(f"{checkpoint}-fp8", DP2, gpus=ranks, replicas=ranks)
     push = replace(own, arguments=PUSH, environment={"FP8MOE_EP": "push"}, windows=1)
     moving = PUSH | {"enable_eplb": True, "eplb_config": EPLB | {"step_interval": EPLB["window_size"]}}

@@ -65,7 +65,7 @@ class Case(NamedTuple):
 
 
 def make_case(experts: Experts, rows: int, in_fp8: ExpertWeights, activation: Activation) -> Case:
-    """Returns random tokens, of which each expert gets `rows`."""
+    """Returns random tokens; each expert gets `rows` of them."""
     device = in_fp8.w2[0].device
     tokens = experts.experts * rows
     x = torch.randn(tokens, experts.hidden, device=device).bfloat16()
@@ -183,7 +183,7 @@ def capture_peers(peer: Peer, b: Quantized, rows: int, calls: int) -> dict[str, 
 def measure(
     ours: dict[str, Callable[[], OurGemm]], peer: Peer | None, b: Quantized, rows: int, calls: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns microseconds and errors of all calls, or why there are none.
+    """Returns the microseconds and errors of all calls, or why a call has none.
 
     Args:
         b: the weights in block FP8.

@@ -14,7 +14,7 @@ NOT_FOUND, NOT_SUPPORTED = 6, 5
 
 
 class Nvml:
-    """GPUs of which NVLink connects some; a handle is 1 + the place of a GPU."""
+    """Some of these GPUs are connected by NVLink; a handle is 1 + the place of a GPU."""
 
     def __init__(self, links: set[tuple[str, str]], init: int = 0) -> None:
         self._gpus, self._links, self._init = ["a", "b", "c"], links, init

@@ -215,7 +215,7 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
 
 
 def _one_at_a_time(load: Callable[..., None]) -> Callable[..., None]:
-    """Returns a loader that one thread at a time runs: the tensors that wait are shared."""
+    """Returns a loader that runs on one thread at a time, because the tensors that wait are shared."""
 
     @functools.wraps(load)
     def load_alone(*args: Any, **kwargs: Any) -> None:
