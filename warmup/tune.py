@@ -30,7 +30,7 @@ def measure(options: Options, model: Model | None, report_progress: Callable[[st
     """Returns the thresholds for this GPU and a model, or some standard layers.
 
     Raises:
-        UnsupportedError: there is no Hopper GPU, or weights in the model's format cannot be drawn.
+        UnsupportedError: there is no Hopper GPU.
     """
     from fp8moe_plugin.bench import tune
 

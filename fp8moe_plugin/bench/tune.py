@@ -15,8 +15,9 @@ import torch
 
 from fp8moe_plugin.bench.layer import CASTS, random_step, random_weights
 from fp8moe_plugin.bench.machine import check_gpu
+from fp8moe_plugin.bench.packed import packed, random_mxfp4
 from fp8moe_plugin.checkpoint.shapes import Experts
-from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.backend import Plan
 from fp8moe_plugin.launches.sm90 import Sm90
 from fp8moe_plugin.launches.tuning_file import TunedStep
@@ -34,6 +35,8 @@ LAYERS = {
     "DeepSeek-V3": LayerSpec(MoeShape(8, 7168, 2048, 256, 256)),
     "DeepSeek-V3 --tp 8": LayerSpec(MoeShape(8, 7168, 256, 256, 256)),
     "Qwen3-30B-A3B": LayerSpec(MoeShape(8, 2048, 768, 128, 128)),
+    "DeepSeek-V4-Flash in MXFP4": LayerSpec(MoeShape(6, 4096, 2048, 256, 256), PACKED_MXFP4),
+    "DeepSeek-V4-Flash in MXFP4 --tp 8": LayerSpec(MoeShape(6, 4096, 256, 256, 256), PACKED_MXFP4),
 }
 
 # Microseconds of each of some plans of a step, given the layer's name and the number of tokens.
@@ -53,15 +56,15 @@ class Threshold(NamedTuple):
         return [*self.tokens, *(rows * shape.global_experts // shape.topk for rows in self.rows_per_expert)]
 
 
+BYTES = tuple(mib << 20 for mib in (0, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192))
+FEW_TOKENS = (1, 2, 4, 8, 12, 16)
 ROWS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128)
 THRESHOLDS = (
     Threshold("spare_multiprocessors", (0, 8, 16, 24), tokens=(4, 8, 12, 16)),
-    Threshold(
-        "small_batch_bytes",
-        tuple(mib << 20 for mib in (0, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192)),
-        tokens=(1, 2, 4, 8, 12, 16),
-    ),
+    Threshold("small_batch_bytes", BYTES, tokens=FEW_TOKENS),
+    Threshold("packed_small_batch_bytes", BYTES, tokens=FEW_TOKENS),
     Threshold("few_rows_per_expert", (0, *ROWS), rows_per_expert=ROWS),
+    Threshold("packed_few_rows_per_expert", (0, *ROWS), rows_per_expert=ROWS),
     Threshold("early_below", (0, 96, 192, 384, 768), rows_per_expert=(64, 128, 256, 512)),
 )
 
@@ -134,14 +137,9 @@ class GpuClock:
         Args:
             specs: of the layers on one rank, without biases.
         Raises:
-            UnsupportedError: this is no Hopper GPU, or weights in the format of a layer cannot be drawn.
+            UnsupportedError: this is no Hopper GPU.
         """
         check_gpu()
-        for spec in specs.values():
-            if spec.weights not in CASTS:
-                raise UnsupportedError(
-                    f"tune draws weights in FP8, but the experts are in {spec.weights.name}. Run it without --model."
-                )
         device = torch.device("cuda", torch.cuda.current_device())
         gpu = torch.cuda.get_device_properties(device)
         self.gpu, self.multiprocessors, self.specs = gpu.name, gpu.multi_processor_count, specs
@@ -160,6 +158,8 @@ def drawn_layer(spec: LayerSpec, device: torch.device) -> tuple[Experts, ExpertW
     """Returns a layer and random weights for it."""
     topk, hidden, intermediate, local_experts, _ = spec.shape
     experts = Experts(1, local_experts, topk, hidden, intermediate)
+    if spec.weights is PACKED_MXFP4:
+        return experts, packed(random_mxfp4(experts, device))
     return experts, random_weights(experts, device, CASTS[spec.weights])
 
 

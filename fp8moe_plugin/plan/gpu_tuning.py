@@ -3,7 +3,14 @@
 from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
-from fp8moe_plugin.plan.tuning import EARLY_BELOW, FEW_ROWS_PER_EXPERT, SMALL_BATCH_BYTES, SPARE_MULTIPROCESSORS
+from fp8moe_plugin.plan.tuning import (
+    EARLY_BELOW,
+    FEW_ROWS_PER_EXPERT,
+    PACKED_FEW_ROWS_PER_EXPERT,
+    PACKED_SMALL_BATCH_BYTES,
+    SMALL_BATCH_BYTES,
+    SPARE_MULTIPROCESSORS,
+)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -11,7 +18,9 @@ class GpuTuning:
     """The values for a kind of GPU. The defaults were measured on an H200; see the constants of these names."""
 
     few_rows_per_expert: NonNegativeInt = FEW_ROWS_PER_EXPERT
+    packed_few_rows_per_expert: NonNegativeInt = PACKED_FEW_ROWS_PER_EXPERT
     small_batch_bytes: NonNegativeInt = SMALL_BATCH_BYTES
+    packed_small_batch_bytes: NonNegativeInt = PACKED_SMALL_BATCH_BYTES
     early_below: NonNegativeInt = EARLY_BELOW
     spare_multiprocessors: NonNegativeInt = SPARE_MULTIPROCESSORS
 

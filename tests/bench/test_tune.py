@@ -10,7 +10,9 @@ import torch
 from fp8moe_plugin.bench import tune
 from fp8moe_plugin.bench.tune import LAYERS, THRESHOLDS
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.launches.backend import Plan
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
@@ -19,6 +21,7 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
 
 SMS = 132
 QWEN3 = "Qwen3-30B-A3B"
+PREFIXES = {FP8_BLOCK: "", PACKED_MXFP4: "packed_"}  # of the thresholds of a format
 
 
 def tuned(us: Callable[[str, int, object], float]) -> tune.Tuned:
@@ -30,9 +33,9 @@ def tuned(us: Callable[[str, int, object], float]) -> tune.Tuned:
     return tune.tune(LAYERS, SMS, clock, lambda line: None)
 
 
-def rows_per_expert(name: str, tokens: int) -> float:
+def rows_per_expert(name: str, tokens: int) -> int:
     shape = LAYERS[name].shape
-    return tokens * shape.topk / shape.global_experts
+    return round(tokens * shape.topk / shape.global_experts)
 
 
 def is_few(plan: object) -> bool:
@@ -54,7 +57,7 @@ def test_each_threshold_has_steps_and_its_default() -> None:
 def test_times_that_do_not_differ_leave_the_defaults() -> None:
     found = tuned(lambda name, tokens, plan: float(tokens))
     assert found.tuning == UNTUNED
-    assert found.steps == 50
+    assert found.steps == 82
     assert found.changed == []
 
 
@@ -64,27 +67,30 @@ def test_noise_leaves_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("most", [8, 24, 64, 128])
-def test_the_crossover_of_few_and_many_rows_is_found(most: int) -> None:
+@pytest.mark.parametrize("weights", [FP8_BLOCK, PACKED_MXFP4])
+def test_the_crossover_of_few_and_many_rows_is_found(weights: WeightFormat, most: int) -> None:
     def us(name: str, tokens: int, plan: object) -> float:
-        right = isinstance(plan, SmallBatchStep) or is_few(plan) == (rows_per_expert(name, tokens) <= most)
-        return 90 if right else 100
+        if LAYERS[name].weights is not weights or isinstance(plan, SmallBatchStep):
+            return 90
+        return 90 if is_few(plan) == (rows_per_expert(name, tokens) <= most) else 100
 
-    found = tuned(us)
-    assert found.tuning == GpuTuning(few_rows_per_expert=most)
+    found, field = tuned(us), f"{PREFIXES[weights]}few_rows_per_expert"
+    assert found.tuning == GpuTuning(**{field: most})
     changed = {(step.layer, rows_per_expert(step.layer, step.tokens)) for step in found.changed}
-    between = {rows for rows in tune.ROWS if (rows <= most) != (rows <= UNTUNED.few_rows_per_expert)}
-    assert changed == {(name, rows) for name in LAYERS for rows in between}
+    between = {rows for rows in tune.ROWS if (rows <= most) != (rows <= getattr(UNTUNED, field))}
+    assert changed == {(name, rows) for name in LAYERS if LAYERS[name].weights is weights for rows in between}
     assert all((step.default_us, step.us) == (100, 90) for step in found.changed)
 
 
-@pytest.mark.parametrize("mib", [0, 256, 2048])
-def test_the_bytes_of_small_batches_are_found(mib: int) -> None:
+@pytest.mark.parametrize(("weights", "mib"), [*((FP8_BLOCK, mib) for mib in (0, 256, 2048)), (PACKED_MXFP4, 512)])
+def test_the_bytes_of_small_batches_are_found(weights: WeightFormat, mib: int) -> None:
     def us(name: str, tokens: int, plan: object) -> float:
-        shape = LAYERS[name].shape
-        nbytes = 3 * shape.intermediate * shape.hidden * tokens * shape.topk
-        return 90 if isinstance(plan, SmallBatchStep) == (nbytes <= mib << 20) else 100
+        spec = LAYERS[name]
+        nbytes = weights.weight.nbytes(3 * spec.shape.intermediate, spec.shape.hidden) * tokens * spec.shape.topk
+        right = isinstance(plan, SmallBatchStep) == (nbytes <= mib << 20)
+        return 90 if right or spec.weights is not weights else 100
 
-    assert tuned(us).tuning == GpuTuning(small_batch_bytes=mib << 20)
+    assert tuned(us).tuning == GpuTuning(**{f"{PREFIXES[weights]}small_batch_bytes": mib << 20})
 
 
 def test_a_gain_for_one_layer_is_not_bought_with_a_loss_of_another() -> None:
@@ -92,7 +98,7 @@ def test_a_gain_for_one_layer_is_not_bought_with_a_loss_of_another() -> None:
         gains = is_few(plan) and 40 < rows_per_expert(name, tokens) <= 64
         return 100 - 20 * gains if name != QWEN3 else 100 + 2 * gains
 
-    assert tuned(us).tuning == UNTUNED
+    assert tuned(us).tuning.few_rows_per_expert == UNTUNED.few_rows_per_expert
 
 
 def test_clusters_that_find_no_room_are_left_out() -> None:
@@ -110,16 +116,13 @@ def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         tune.GpuClock(LAYERS)
 
 
-def test_experts_that_stay_in_mxfp4_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "check_gpu", lambda: None)
-    with pytest.raises(UnsupportedError, match="the experts are in packed MXFP4"):
-        tune.GpuClock({"layer": LAYERS[QWEN3]._replace(weights=PACKED_MXFP4)})
-
-
 @pytest.mark.gpu
-def test_a_gpu_gives_times_of_each_plan() -> None:
-    clock = tune.GpuClock({QWEN3: LAYERS[QWEN3]})
-    ends = UNTUNED, GpuTuning(small_batch_bytes=0), GpuTuning(small_batch_bytes=0, few_rows_per_expert=0)
-    plans = [BACKENDS[SM90].tuned(end).plan_layer(LAYERS[QWEN3], 8, clock.multiprocessors) for end in ends]
-    times = clock(QWEN3, 8, plans)
+@pytest.mark.parametrize("weights", [FP8_BLOCK, PACKED_MXFP4])
+def test_a_gpu_gives_times_of_each_plan(weights: WeightFormat) -> None:
+    spec, prefix = LAYERS[QWEN3]._replace(weights=weights), PREFIXES[weights]
+    clock = tune.GpuClock({QWEN3: spec})
+    no_small_batch = {f"{prefix}small_batch_bytes": 0}
+    ends = UNTUNED, GpuTuning(**no_small_batch), GpuTuning(**no_small_batch, **{f"{prefix}few_rows_per_expert": 0})
+    plans = [BACKENDS[SM90].tuned(end).plan_layer(spec, 2, clock.multiprocessors) for end in ends]
+    times = clock(QWEN3, 2, plans)
     assert all(20 < us < 2000 for us in times), times

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.launches.tuning_file import TuningFile, tuning_of
 from fp8moe_plugin.logs import log_once
@@ -59,7 +60,8 @@ def test_the_defaults_are_the_constants() -> None:
 def test_a_file_for_this_gpu_is_used_and_logged(path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
     plugin_log.set_level(logging.INFO, "fp8moe")
     assert tuning_of(H200) == TUNED
-    values = "few_rows_per_expert 56 (default 40), small_batch_bytes 0 (default 805306368), "
+    values = "few_rows_per_expert 56 (default 40), packed_few_rows_per_expert 56, "
+    values += "small_batch_bytes 0 (default 805306368), packed_small_batch_bytes 134217728, "
     values += "early_below 96 (default 192), spare_multiprocessors 0 (default 8)"
     assert plugin_log.messages == [f"fp8moe: FP8MOE_TUNING={path}: {values}"]
 
@@ -128,6 +130,17 @@ def test_plans_follow_the_tuning() -> None:
     assert clusters == [16, 15]
     assert isinstance(plan_push(NARROW, 4, 2, 132).layer, SmallBatchStep)
     assert not isinstance(plan_push(NARROW, 4, 2, 132, TUNED).layer, SmallBatchStep)
+
+
+def test_packed_experts_have_thresholds_of_their_own() -> None:
+    narrow, wide = NARROW._replace(weights=PACKED_MXFP4), WIDE._replace(weights=PACKED_MXFP4)
+    of_packed = GpuTuning(packed_few_rows_per_expert=40, packed_small_batch_bytes=0)
+    for thresholds, packed_changes in ((TUNED, False), (of_packed, True)):
+        backend = BACKENDS[SM90].tuned(thresholds)
+        assert isinstance(backend.plan_layer(NARROW, 4, 132).choices, SmallBatchStep) == packed_changes
+        assert isinstance(backend.plan_layer(narrow, 4, 132).choices, SmallBatchStep) != packed_changes
+        plans = backend.plan_layer(wide, 32 * 56, 132), backend.plan_batched(wide, 512, 56, 132)
+        assert [plan.choices.tile.streams_weights for plan in plans] == [not packed_changes] * 2
 
 
 def test_plans_of_both_do_not_mix() -> None:

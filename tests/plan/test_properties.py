@@ -61,7 +61,9 @@ gpus = st.sampled_from((132, 114, 78, 1))  # SMs: H100 SXM and H200, H100 PCIe, 
 tunings = st.just(UNTUNED) | st.builds(
     GpuTuning,
     few_rows_per_expert=st.integers(0, 200),
+    packed_few_rows_per_expert=st.integers(0, 200),
     small_batch_bytes=st.sampled_from((0, 2**28, 2**40)),
+    packed_small_batch_bytes=st.sampled_from((0, 2**26, 2**40)),
     early_below=st.sampled_from((0, 64, 256, 2**20)),
     spare_multiprocessors=st.integers(0, 140),
 )

@@ -50,14 +50,14 @@ def test_the_file_is_what_the_setting_names(clock: Path, capsys: pytest.CaptureF
     path = clock / "fp8moe-tuning.json"
     file = TuningFile.model_validate_json(path.read_bytes())
     assert Report.model_validate_json((clock / "report.json").read_bytes()).tune == file
-    assert file.tuning == GpuTuning(few_rows_per_expert=128)
+    assert file.tuning == GpuTuning(few_rows_per_expert=128, packed_few_rows_per_expert=128)
     with h.environment("FP8MOE_TUNING", str(path)):
         assert tuning_of(H200) == file.tuning
     printed = capsys.readouterr()
     assert "few_rows_per_expert: 128\n" in printed.err
-    assert "few_rows_per_expert    128 (default 40)\n" in printed.out
-    assert "early_below            192 (the default)\n" in printed.out
-    assert "DeepSeek-V3 --tp 8    4096    100.0   80.0            0.800\n" in printed.out
+    assert "few_rows_per_expert         128 (default 40)\n" in printed.out
+    assert "early_below                 192 (the default)\n" in printed.out
+    assert "DeepSeek-V3 --tp 8                   4096    100.0   80.0            0.800\n" in printed.out
     assert printed.out.endswith(f"Serve with FP8MOE_TUNING={path}, on every rank.\n")
     assert max(map(len, printed.out.splitlines()[:-1])) <= 100
 

@@ -17,13 +17,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
-from fp8moe_plugin.plan.tuning import (
-    EARLY_FROM,
-    K_BLOCKS_PER_SETUP,
-    KEEP_B_UP_TO,
-    MULTIPROCESSORS,
-    PACKED_FEW_ROWS_PER_EXPERT,
-)
+from fp8moe_plugin.plan.tuning import EARLY_FROM, K_BLOCKS_PER_SETUP, KEEP_B_UP_TO, MULTIPROCESSORS
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ def plan_batched(
 ) -> BatchedPlan:
     """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
     _, hidden, intermediate, experts, _ = spec.shape
-    tile = batched_tile(spec.weights, expected_m)
+    tile = batched_tile(spec.weights, expected_m, tuning)
     few_rows, keep_b = tile.streams_weights, tile is MANY_ROWS and keeps_b(expected_m, intermediate, tuning)
     return BatchedPlan(
         spec=spec,
@@ -102,7 +96,7 @@ def plan_batched(
     )
 
 
-def batched_tile(weights: WeightFormat, expected_m: int) -> RowTile:
+def batched_tile(weights: WeightFormat, expected_m: int, tuning: GpuTuning) -> RowTile:
     """Returns the tiles of batched experts of about `expected_m` rows.
 
     The kernel of GEMM 1 for few rows needs a copy of the scales in another layout. Only packed weights are worth it:
@@ -110,7 +104,7 @@ def batched_tile(weights: WeightFormat, expected_m: int) -> RowTile:
     """
     if weights not in PACKED_FORMATS:
         return MANY_ROWS
-    return FEW_ROWS if expected_m <= PACKED_FEW_ROWS_PER_EXPERT else UNTAILED
+    return FEW_ROWS if expected_m <= tuning.packed_few_rows_per_expert else UNTAILED
 
 
 def grouped_key(

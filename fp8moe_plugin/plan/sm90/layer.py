@@ -48,8 +48,6 @@ from fp8moe_plugin.plan.tuning import (
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
-    PACKED_FEW_ROWS_PER_EXPERT,
-    PACKED_SMALL_BATCH_BYTES,
     SPLIT_BYTES,
     TILES_PER_CLUSTER,
 )
@@ -134,7 +132,8 @@ def few_rows_tokens(spec: LayerSpec, tuning: GpuTuning = UNTUNED) -> int:
 
     With more tokens, too many experts have more rows than a tile of FEW_ROWS and load their weights twice.
     """
-    most = PACKED_FEW_ROWS_PER_EXPERT if spec.weights in PACKED_FORMATS else tuning.few_rows_per_expert
+    packed = spec.weights in PACKED_FORMATS
+    most = tuning.packed_few_rows_per_expert if packed else tuning.few_rows_per_expert
     return most * spec.shape.global_experts // spec.shape.topk
 
 
@@ -155,7 +154,8 @@ def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
     if pairs > SMALL_BATCH_PAIRS or topk > 32 or hidden > SMALL_BATCH_HIDDEN:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
-    most = PACKED_SMALL_BATCH_BYTES if spec.weights in PACKED_FORMATS else tuning.small_batch_bytes
+    packed = spec.weights in PACKED_FORMATS
+    most = tuning.packed_small_batch_bytes if packed else tuning.small_batch_bytes
     if nbytes * pairs * local_experts / global_experts > most:
         return 0
     fewer, more = SMALL_BATCH_TOKENS
