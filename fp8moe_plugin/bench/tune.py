@@ -44,7 +44,10 @@ Clock = Callable[[str, int, Sequence[Plan]], list[float]]
 
 
 class Threshold(NamedTuple):
-    """A field of `GpuTuning`, the values that are tried, and the steps that are timed."""
+    """A field of `GpuTuning`, the values that are tried, and the steps that are timed.
+
+    Each value changes steps of some length; some of each length are among those that are timed.
+    """
 
     field: str
     values: tuple[int, ...]  # the default is one of them
@@ -58,14 +61,14 @@ class Threshold(NamedTuple):
 
 BYTES = tuple(mib << 20 for mib in (0, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192))
 FEW_TOKENS = (1, 2, 4, 8, 12, 16)
-ROWS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128)
 THRESHOLDS = (
     Threshold("spare_multiprocessors", (0, 8, 16, 24), tokens=(4, 8, 12, 16)),
     Threshold("small_batch_bytes", BYTES, tokens=FEW_TOKENS),
     Threshold("packed_small_batch_bytes", BYTES, tokens=FEW_TOKENS),
-    Threshold("few_rows_per_expert", (0, *ROWS), rows_per_expert=ROWS),
-    Threshold("packed_few_rows_per_expert", (0, *ROWS), rows_per_expert=ROWS),
-    Threshold("early_below", (0, 96, 192, 384, 768), rows_per_expert=(64, 128, 256, 512)),
+    Threshold("few_rows_per_expert", (0, *ROWS), FEW_TOKENS, rows_per_expert=ROWS),
+    Threshold("packed_few_rows_per_expert", (0, *ROWS), FEW_TOKENS, rows_per_expert=ROWS),
+    Threshold("early_below", (64, 96, 192, 384, 768), rows_per_expert=(64, 128, 256, 512)),
 )
 
 
