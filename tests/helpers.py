@@ -375,7 +375,7 @@ def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], Dense
     ) -> Plan:
         found = plan(m, n, multiprocessors)
         found = replace(found, kernel=dense_variant(found.kernel, weights))
-        return Plan(None, 0, functools.partial(dense_launches, found))
+        return Plan(None, 0, functools.partial(dense_launches, found), adds_bias=not found.is_grouped)
 
     patch.setattr(Sm90, "plan_dense", planned)
 

@@ -1,4 +1,4 @@
-// D[m, N] = A[m, K] @ B[N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B.
+// D[m, N] = A[m, K] @ B[N, K]^T (+ bias), e4m3 with scales per 1x128 of A and 128x128 of B.
 //
 // With up to a few hundred rows the GEMM takes as long as the SM that loads the most, with more rows as long as the SM
 // that multiplies the most. A tile therefore has as many columns as give all SMs about the same work, even where such a
@@ -12,6 +12,7 @@
 //                 longer if TMA fills in rows past the end, or loads several boxes
 //       b_map     boxes of `tile_n` rows: 16, 32, 64, 96, 112, 128, 144, 160, 176 or 192
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
+//       bias      bfloat16 [N], added to the sums, or null
 // Out:  d         bfloat16 [m, N]
 //
 // Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile. With PDL it loads weights while
@@ -42,11 +43,12 @@ struct Result : Once<kBytesOfResult, 1> {};
 template <int kTileN>
 struct SharedMemory : Stages<kAsManyAsFit, Weights<kTileN>, Tokens<BLOCK_M>, Result<BLOCK_M * kRowOfResult<kTileN>>,
                              TokenScales<BLOCK_M>, Full<1>, Empty<1>, WeightScales<kScaleBlocks<kTileN>>,
-                             StagedRowScales<kMathWarpgroups * kTileN>> {
+                             StagedRowScales<kMathWarpgroups * kTileN>, StagedDenseBias<kMathWarpgroups * kTileN>> {
     DEVICE u32 result(int row, int column) const {
         return this->template at<Result>(row * kRowOfResult<kTileN> + column * 2);
     }
     DEVICE u32 row_scales(int warpgroup) const { return this->template at<StagedRowScales>(warpgroup * kTileN); }
+    DEVICE u32 bias(int warpgroup) const { return this->template at<StagedDenseBias>(warpgroup * kTileN / 2); }
 };
 // K blocks multiplied at once, as registers and stages allow.
 template <int kTileN>
@@ -56,6 +58,7 @@ struct Operands {
     const TensorMap *tokens, *tail_tokens, *weights;
     const float* token_scales;
     const WeightScale* weight_scales;
+    const u16* bias;
     int token_scale_k_stride, m, n, k_blocks;
 };
 
@@ -235,12 +238,14 @@ DEVICE void multiply_tiles(const Operands& in, u16* d) {
     if (kMathWarpgroups == 2) increase_registers<kMathRegisters>();
     Ring<SharedMemory<kTileN>::kStages> ring;
     for (Tiles<kTileN> tiles(in); tiles.more(); tiles.advance()) {
-        int row = tiles.row(), column = tiles.column();
+        int row = tiles.row(), column = tiles.column(), columns = min(kTileN, in.n - column);
         Fragment<kTileN> sum;
-        copy_row_scales(shared.row_scales(warp / 4), in.weight_scales + column, min(kTileN, in.n - column));
+        copy_row_scales(shared.row_scales(warp / 4), in.weight_scales + column, columns);
+        if (in.bias) copy_dense_bias(shared.bias(warp / 4), in.bias + column, columns);
         multiply(shared, ring, in.k_blocks, warp / 4, 128 - column % 128, sum);
-        await_row_values(warp / 4);
+        await_row_values(warp / 4, in.bias);
         scale_columns(shared.row_scales(warp / 4), sum);
+        if (in.bias) add_dense_bias(shared.bias(warp / 4), sum);
         store(shared, warp / 4, d, in, row, column, sum);
     }
 }
@@ -248,9 +253,9 @@ DEVICE void multiply_tiles(const Operands& in, u16* d) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_tail_map,
                const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_k_stride,
-               const WeightScale* b_scales, u16* d, int m, int n, int k, int tile_n) {
+               const WeightScale* b_scales, u16* d, int m, int n, int k, const u16* bias, int tile_n) {
     let_next_kernel_start();
-    const Operands in{&a_map, &a_tail_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
+    const Operands in{&a_map, &a_tail_map, &b_map, a_scales, b_scales, bias, a_scale_k_stride, m, n, k / kBlockK};
     switch (tile_n) {
         case 16: multiply_tiles<16>(in, d); break;
         case 32: multiply_tiles<32>(in, d); break;

@@ -1,4 +1,4 @@
-// D[m, N] = A[m, K] @ B[N, K]^T, e4m3 with scales per 1x128 of A and 128x128 of B, for many rows.
+// D[m, N] = A[m, K] @ B[N, K]^T (+ bias), e4m3 with scales per 1x128 of A and 128x128 of B, for many rows.
 //
 // A tile is 128 rows, 64 per math warpgroup, by TILE_N columns, over all of K. The two thread blocks of a cluster
 // compute two row tiles of the same columns: each loads half of the weights, to the shared memory of both. One producer
@@ -8,6 +8,7 @@
 //
 // In:   a_map     boxes of 128 rows of A;    b_map  boxes of TILE_N / CLUSTER rows of weights
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
+//       bias      bfloat16 [N], added to the sums, or null
 // Out:  d         bfloat16 [m, N];    d_map  the same in boxes of 64 rows by 64 columns
 //
 // Grid: a multiple of CLUSTER thread blocks, at most one per SM; each cluster computes every n-th pair of tiles. It may
@@ -35,7 +36,8 @@ constexpr int kUnroll = kColumnStep < 64 ? 2 : 4;  // with fewer instances of th
 
 using SharedMemory = Stages<kAsManyAsFit, Weights<TILE_N>, Tokens<kBlockM>,
                             Staging<kMathWarpgroups * kParts * kWarpgroupM>, TokenScales<kBlockM>, Full<1>, Empty<1>,
-                            WeightScales<kScaleBlocks>, StagedRowScales<kMathWarpgroups * TILE_N>>;
+                            WeightScales<kScaleBlocks>, StagedRowScales<kMathWarpgroups * TILE_N>,
+                            StagedDenseBias<kMathWarpgroups * TILE_N>>;
 constexpr int kStages = SharedMemory::kStages;
 using Sums = Fragment<kHalfN>[kHalves];
 
@@ -43,6 +45,7 @@ struct Operands {
     const TensorMap *tokens, *weights;
     const float* token_scales;
     const WeightScale* weight_scales;
+    const u16* bias;
     int token_scale_k_stride, m, n, k_blocks;
 };
 
@@ -242,13 +245,19 @@ DEVICE void multiply_tiles(SharedMemory shared, const Operands& in, const Result
             continue;
         }
         Sums sum;
+        int columns = min(TILE_N, in.n - column);
         u32 row_scales = shared.at<StagedRowScales>(warpgroup * TILE_N);
-        copy_row_scales(row_scales, in.weight_scales + column, min(TILE_N, in.n - column));
+        u32 bias = shared.at<StagedDenseBias>(warpgroup * TILE_N / 2);
+        copy_row_scales(row_scales, in.weight_scales + column, columns);
+        if (in.bias) copy_dense_bias(bias, in.bias + column, columns);
         multiply_from<kColumnStep>(shared, ring, first, in.k_blocks, 128 - column % 128, sum);
         tiles.advance();
-        await_row_values(warpgroup);
+        await_row_values(warpgroup, in.bias);
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) scale_columns(row_scales + half * kHalfN * 4, sum[half]);
+        for (int half = 0; half < kHalves; ++half) {
+            scale_columns(row_scales + half * kHalfN * 4, sum[half]);
+            if (in.bias) add_dense_bias(bias + half * kHalfN * 2, sum[half]);
+        }
         store(shared, out, warpgroup, row, min(rows, kWarpgroupM), column, sum);
     }
     if (threadIdx.x % kWarpgroup == 0) tma_store_wait();
@@ -259,8 +268,8 @@ DEVICE void multiply_tiles(SharedMemory shared, const Operands& in, const Result
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     dense_gemm_many_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                          const __grid_constant__ TensorMap d_map, const float* a_scales, int a_scale_k_stride,
-                         const WeightScale* b_scales, u16* d, int m, int n, int k) {
-    const Operands in{&a_map, &b_map, a_scales, b_scales, a_scale_k_stride, m, n, k / kBlockK};
+                         const WeightScale* b_scales, u16* d, int m, int n, int k, const u16* bias) {
+    const Operands in{&a_map, &b_map, a_scales, b_scales, bias, a_scale_k_stride, m, n, k / kBlockK};
     SharedMemory shared{dynamic_shared_address()};
     if (threadIdx.x == kMathWarps * kWarp) {
         prefetch(in.tokens);

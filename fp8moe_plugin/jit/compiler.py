@@ -60,7 +60,7 @@ def compile_kernel(key: KernelKey) -> Compiled:
 
 def command_line(key: KernelKey) -> str:
     """Returns the nvcc command with the same options; the macros are in the source."""
-    options = (f"--{name}={value}" for name, value in OPTIONS.items())
+    options = (f"-{name}={value}" for name, value in OPTIONS.items())  # nvcc does not know --arch
     return " ".join(("nvcc", *options, f"--ptxas-options={PTXAS_OPTIONS[0]}", "--cubin", f"{key.source}.cu"))
 
 

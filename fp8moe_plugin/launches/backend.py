@@ -27,6 +27,7 @@ class Plan:
     launches: Callable[..., Sequence[Launch]]  # takes addresses; each `plan_` method of `Backend` lists them
     starts_before_ids: bool = False  # a layer's first kernel may start (PDL) before the ids are written
     gathers: bool = False  # GEMM 1 of batched experts takes row-major scales and the numbers of its rows
+    adds_bias: bool = False  # a dense GEMM adds the bias of its weights
 
 
 @functools.lru_cache(maxsize=PLANS)

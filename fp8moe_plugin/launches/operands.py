@@ -57,7 +57,7 @@ class Weights(NamedTuple):
     extent: Extent | None = None  # None: contiguous
     format: WeightFormat = FP8_BLOCK
     further_steps: int = 0  # see ops/mxfp4.py
-    bias: Address = 0  # float32 [experts, n]; 0: none
+    bias: Address = 0  # of experts float32 [experts, n], of a dense layer bfloat16 [n]; 0: none
 
     @classmethod
     def of_experts(

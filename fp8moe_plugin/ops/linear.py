@@ -34,7 +34,7 @@ def fp8_linear(
         x: bfloat16 `[.., K]`, K a multiple of 128.
         weight: e4m3 `[N, K]`, N a multiple of 8.
         weight_scale: float32 `[ceil(N/128), K/128]`, or `[N, 1]` (`FP8_CHANNEL`).
-        bias: bfloat16 `[N]`, added after the product is rounded, or None.
+        bias: bfloat16 `[N]`, added before the product is rounded where the kernel can, or None.
         ue8m0: round the scales of activations up to powers of two.
     Returns:
         bfloat16 `[.., N]`.
@@ -45,14 +45,14 @@ def fp8_linear(
     check_flag("ue8m0", ue8m0)
     facts, addresses = _check_call(x, weight, weight_scale, bias)
     out = x.new_empty(*facts.out_shape)
-    product = x, (weight, weight_scale), ue8m0, out, facts, addresses
+    call = x, (weight, weight_scale), bias, ue8m0, out, facts, addresses
     if debugs(out.is_cuda):
         rows, finite = out.view(-1, facts.n), x.view(-1, facts.k).isfinite().all(1)
-        watch_rows("fp8_linear", rows, finite, "row {}".format, lambda: _multiply(*product))
+        if bias is not None:
+            finite &= bias.isfinite().all()
+        watch_rows("fp8_linear", rows, finite, "row {}".format, lambda: _compute(*call))
     else:
-        _multiply(*product)
-    if bias is not None:
-        out += bias
+        _compute(*call)
     return out
 
 
@@ -82,32 +82,44 @@ def _check_call(
     return LinearFacts(x.numel() // k, n, k, (*x.shape[:-1], n), weights)
 
 
-def _multiply(
-    x: torch.Tensor, weight: Quantized, ue8m0: bool, out: torch.Tensor, facts: LinearFacts, addresses: tuple[int, ...]
+def _compute(
+    x: torch.Tensor,
+    weight: Quantized,
+    bias: torch.Tensor | None,
+    ue8m0: bool,
+    out: torch.Tensor,
+    facts: LinearFacts,
+    addresses: tuple[int, ...],
 ) -> None:
-    """Run `fp8_linear` without a bias on checked arguments; `addresses`: of x, the weight and its scales."""
+    """Run `fp8_linear` on checked arguments; `addresses`: of x, the weight, its scales and the bias."""
     device, (rows, n, k, _, weights) = devices.device_of(x), facts
     if rows == 0:
         return
     if device is None:
-        out.view(rows, n).copy_(reference.gemm(reference.quantize(x.view(rows, k), ue8m0), weight, weights))
+        product = reference.gemm(reference.quantize(x.view(rows, k), ue8m0), weight, weights)
+        out.view(rows, n).copy_(product if bias is None else product + bias)
         return
     sizes = rows, n, k
     plan = device.backend.plan_dense(*sizes, Output.BF16, device.multiprocessors, batch_invariant(), weights)
     run, nbytes = prepared_linear(device, plan, *sizes, ue8m0, weights)
     scratch = workspace.scratch(nbytes, x)
-    run((*addresses[:3], out.data_ptr(), scratch.data_ptr()))
+    run((*addresses, out.data_ptr(), scratch.data_ptr()))
+    if bias is not None and not plan.adds_bias:
+        out += bias
 
 
 @prepares("fp8_linear")
 def prepared_linear(
     device: Device, plan: Plan, tokens: int, n: int, k: int, ue8m0: bool, format: WeightFormat
 ) -> tuple[Prepared, int]:
-    """Returns a callable that launches `fp8_linear` without a bias, given addresses, and the bytes of its scratch."""
-    x, weight, weight_scale, out, scratch = map(Slot, range(5))
+    """Returns a callable that launches `fp8_linear`, given addresses, and the bytes of its scratch.
+
+    It leaves the bias to the caller unless the plan `adds_bias`.
+    """
+    x, weight, weight_scale, bias, out, scratch = map(Slot, range(6))
     layout = quantized_scratch(tokens, k)
     at = placed(layout, scratch)
     rows = Rows.k_major(at.values, at.scales, tokens, k)
-    weights = Weights(weight, 1, n, k, weight_scale, format=format)
+    weights = Weights(weight, 1, n, k, weight_scale, format=format, bias=bias)
     quantize = device.backend.quantize_launch(ue8m0, x, rows)
     return device.prepare([quantize, *plan.launches(rows, weights, out, after_quantize=True)]), layout.nbytes

@@ -122,11 +122,14 @@ def run_dense_layer(
     n: int,
     k: int,
     weights: WeightFormat = FP8_BLOCK,
+    biased: bool = False,
 ) -> None:
     """A dense layer of `m` random tokens, held against the product of the quantized ones."""
     x, weight = h.random_tokens(gen, m, k), h.random_weights(gen, n, k, weights=weights)
-    out = emulator.execute(seed, lambda: fp8_linear(x, *weight))
-    assert_close(out, h.product(per_token_group_quant_fp8(x), weight), "the layer")
+    bias = h.random_tokens(gen, n) if biased else None
+    out = emulator.execute(seed, lambda: fp8_linear(x, *weight, bias))
+    expected = h.product(per_token_group_quant_fp8(x), weight)
+    assert_close(out, expected if bias is None else expected + bias.double(), "the layer")
 
 
 def run_routed_layers(

@@ -1,13 +1,18 @@
 """Dense layers on the emulator."""
 
 import ctypes
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
+from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import fp8_gemm_nt, fp8_linear, per_token_group_quant_fp8
 from fp8moe_plugin.plan.sm90 import dense
 from fp8moe_plugin.plan.sm90.catalog import DENSE_FEW_TILE_ROWS
+from fp8moe_plugin.plan.sm90.dense import DensePlan
 from fp8moe_plugin.plan.spec import Output
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -124,6 +129,24 @@ def test_a_dense_layer_of_blocks_that_share_weights(
 ) -> None:
     h.force_dense_clusters(monkeypatch, tile_n)
     run_dense_layer(emulator, seed, h.seeded(seed, CPU), m, n, k)
+
+
+PLANS = {
+    "few rows": lambda m, n, _: dense.few_rows(m, n, 3),
+    "low tiles": lambda m, n, multiprocessors: dense.tiled(m, n, 64, 112, multiprocessors),
+    "high tiles": lambda m, n, multiprocessors: dense.tiled(m, n, 128, 176, multiprocessors),
+    "clusters": lambda m, n, multiprocessors: dense.many_rows(m, n, 144, multiprocessors),
+    "wide clusters": lambda m, n, multiprocessors: dense.many_rows(m, n, 256, multiprocessors),
+}
+
+
+@pytest.mark.parametrize("weights", [FP8_BLOCK, FP8_CHANNEL], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_dense_layer_with_a_bias(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, plan: Callable[..., DensePlan], weights: WeightFormat
+) -> None:
+    h.force_dense(monkeypatch, plan)
+    run_dense_layer(emulator, 1, h.seeded(1, CPU), 27, 1544, 384, weights, biased=True)
 
 
 @pytest.mark.parametrize(("m", "k"), [(2400, 2176), (4300, 128)])  # where K is long and short

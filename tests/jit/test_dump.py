@@ -29,7 +29,7 @@ def test_all_that_compiling_a_kernel_leaves(
     assert found["cu"].read_text() == compiler.translation_unit(KEY)
     assert found["elf"].read_bytes() == cubin
     report = found["txt"].read_text()
-    assert report.startswith("nvcc --arch=sm_90a --std=c++17 --ptxas-options=-v --cubin tiny.cu\n")
+    assert report.startswith("nvcc -arch=sm_90a -std=c++17 --ptxas-options=-v --cubin tiny.cu\n")
     assert " registers" in report
     assert report in told
     assert "fp8moe: tiny VALUE=3: " in told

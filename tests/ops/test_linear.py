@@ -21,7 +21,8 @@ def test_it_is_the_product_of_the_quantized_tokens(device, rows, n, ue8m0, seed)
     plain = fp8_linear(x, *weight, ue8m0=ue8m0)
     h.assert_rounded(plain, h.product(reference.quantize(x, ue8m0), weight))
     bias = h.random_tokens(gen, n)
-    assert h.same_bits(fp8_linear(x, *weight, bias, ue8m0), plain + bias)
+    biased = fp8_linear(x, *weight, bias, ue8m0).double()
+    assert (biased - plain.double() - bias.double()).abs().le(2**-7 * (plain.double().abs() + bias.abs())).all()
 
 
 @given(rows=st.sampled_from((129, 200)), seed=h.seeds)

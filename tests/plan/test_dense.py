@@ -74,9 +74,9 @@ def test_the_kernel_is_compiled_for_the_tile():
         assert found.blocks == min(132, -(-m // found.tile_rows) * -(-n // found.tile_n))
 
 
-def test_kernels_that_wait_for_the_quantization_may_start_before_it_ends():
-    for m, k, waits in ((1, 7168, True), (200, 7168, True), (5000, 7168, True), (5000, 512, False)):
-        assert plan(m, 2112, k).overlaps_quantize is waits
+def test_many_rows_of_short_k_are_one_group():
+    for m, k, grouped in ((1, 7168, False), (200, 7168, False), (5000, 7168, False), (5000, 512, True)):
+        assert plan(m, 2112, k).is_grouped is grouped
 
 
 @given(m=st.integers(1, 4096), n=st.sampled_from((8, 512, 2112, 7168, 36864)), k=st.sampled_from((128, 1536, 7168)))

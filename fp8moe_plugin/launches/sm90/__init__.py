@@ -89,7 +89,7 @@ class Sm90:
         weights: WeightFormat = FP8_BLOCK,
     ) -> Plan:
         plan = dense.plan_dense(m, n, k, output, multiprocessors, batch_invariant, weights)
-        return Plan(plan, 0, functools.partial(dense_launches, plan))
+        return Plan(plan, 0, functools.partial(dense_launches, plan), adds_bias=not plan.is_grouped)
 
     def quantize_launch(self, ue8m0: bool, x: Address, out: Rows, row_major: bool = False) -> Launch:
         return quantize_rows_launch(ue8m0, x, out, row_major)

@@ -29,7 +29,7 @@ def dense_launches(
     Args:
         after_quantize: the preceding launch quantizes `a`, so this one may load weights before that one ends.
     """
-    pdl = after_quantize and plan.overlaps_quantize
+    pdl = after_quantize and not plan.is_grouped
     match plan.kernel.source:
         case "dense_gemm_few_rows":
             return (_dense_few_rows_launch(plan, a, b, out, pdl),)
@@ -50,6 +50,7 @@ def _dense_operands(a: Rows, b: Weights, out: Address) -> dict[str, Address]:
         "m": a.rows,
         "n": b.n,
         "k": b.k,
+        "bias": b.bias,
     }
 
 

@@ -48,7 +48,11 @@ class DensePlan:
     tile_n: int
     blocks: int  # of the grid
     cluster: int = 1  # blocks that share a tile by splitting K
-    overlaps_quantize: bool = False  # it may start (PDL) before the kernel that quantizes its rows has finished
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether grouped_gemm computes it. Only other kernels start before rows are quantized (PDL) and add a bias."""
+        return self.kernel.source == "grouped_gemm"
 
 
 def plan_dense(
@@ -96,20 +100,20 @@ def few_rows(m: int, n: int, cluster: int = DENSE_SPLITS) -> DensePlan:
     tile_rows = next(rows for rows in DENSE_FEW_TILE_ROWS if m <= rows)
     blocks = ceil_div(n, DENSE_FEW_ROWS_TILE_N) * cluster
     kernel = dense_gemm_few_rows_key()
-    return DensePlan(kernel, Output.BF16, tile_rows, DENSE_FEW_ROWS_TILE_N, blocks, cluster, overlaps_quantize=True)
+    return DensePlan(kernel, Output.BF16, tile_rows, DENSE_FEW_ROWS_TILE_N, blocks, cluster)
 
 
 def tiled(m: int, n: int, tile_rows: int, tile_n: int, multiprocessors: int) -> DensePlan:
     """Returns the plan of dense_gemm in tiles of `[tile_rows, tile_n]`."""
     blocks = min(ceil_div(m, tile_rows) * ceil_div(n, tile_n), multiprocessors)
-    return DensePlan(dense_gemm_key(tile_rows), Output.BF16, tile_rows, tile_n, blocks, overlaps_quantize=True)
+    return DensePlan(dense_gemm_key(tile_rows), Output.BF16, tile_rows, tile_n, blocks)
 
 
 def many_rows(m: int, n: int, tile_n: int, multiprocessors: int) -> DensePlan:
     """Returns the plan of dense_gemm_many_rows in tiles of `tile_n` columns. Its blocks form clusters."""
     blocks = multiprocessors // DENSE_CLUSTER * DENSE_CLUSTER
     kernel = dense_gemm_many_rows_key(tile_n)
-    return DensePlan(kernel, Output.BF16, MANY_ROWS_TILE, tile_n, blocks, overlaps_quantize=True)
+    return DensePlan(kernel, Output.BF16, MANY_ROWS_TILE, tile_n, blocks)
 
 
 def grouped(m: int, n: int, output: Output, multiprocessors: int) -> DensePlan:
