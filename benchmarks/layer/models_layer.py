@@ -2,7 +2,8 @@
 
     python -m benchmarks.layer.models_layer --out benchmarks/results/models_layer-<date>.json
 
-All experts are on one GPU, or a rank's share of each. `us` is our layer in the format that the row names. `peers` has
+All experts are on one GPU, or a rank's share of each: of all its channels under tensor parallelism (TP), or of the
+experts (EP); `tokens` are those of a step of all ranks. `us` is our layer in the format that the row names. `peers` has
 the microseconds of vLLM's backends in the same format, or why one cannot compute the layer, and `fp4_peers` those of
 kernels that read the weights in MXFP4 (see `benchmarks.layer.fp4_peers`). Our layer once more:
 
@@ -46,6 +47,7 @@ class Layer(NamedTuple):
     activation: Activation = SILU
     ue8m0: bool = False
     stored: WeightFormat = FP8_BLOCK  # in the checkpoint
+    arriving: float = 1.0  # tokens of this layer for each token of a step
 
     @property
     def spec(self) -> LayerSpec:
@@ -72,10 +74,13 @@ MODELS = {
     "MiMo-V2-Flash": Layer(Experts(1, 256, 8, 4096, 2048)),
     "Hy3-preview": Layer(Experts(1, 192, 8, 4096, 1536)),
     "Step-3.5-Flash": Layer(Experts(1, 288, 8, 4096, 1280), Activation("swiglustep", 7.0)),
-    # A rank's share of 640 channels: 80 and 160 of them are stored as 128 and 256; with EP8 a token has 1.25 experts.
+    # A rank's share of 640 channels: 80, 160 and 320 of them are stored as 128, 256 and 384. A token has 2.5 of the
+    # experts with EP4, and 1.25 with EP8: here more tokens have two or one.
+    "Qwen3.8-Flash-Next TP4": Layer(Experts(1, 512, 10, 2560, 256)),
     "Qwen3.8-Flash-Next TP8": Layer(Experts(1, 512, 10, 2560, 128)),
     "Qwen3.8-Flash-Next TP4 EP2": Layer(Experts(1, 256, 5, 2560, 256)),
-    "Qwen3.8-Flash-Next EP8": Layer(Experts(1, 64, 1, 2560, 640)),
+    "Qwen3.8-Flash-Next TP2 EP4": Layer(Experts(1, 128, 2, 2560, 384), arriving=1.25),
+    "Qwen3.8-Flash-Next EP8": Layer(Experts(1, 64, 1, 2560, 640), arriving=1.25),
 }
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
 DEFAULT_PEERS = {FP8_BLOCK: ("triton", "deepgemm"), FP8_CHANNEL: ("triton", "cutlass")}
@@ -126,14 +131,15 @@ def measure_model(
     elif activation.kind == SILU.kind and activation.limit:  # random gates do not reach the limit
         makers[WITHOUT_LIMIT] = partial(make_ours, spec=spec._replace(activation=SILU))
     show = partial(print, name, flush=True)
-    rows = measure(makers, layer.experts, weights, tokens, show, activation=activation, stored=spec.weights)
-    return [point(name, spec, [row for row in rows if row.tokens == count]) for count in tokens]
+    calls = {count: round(count * layer.arriving) for count in tokens}
+    rows = measure(makers, layer.experts, weights, [*calls.values()], show, activation=activation, stored=spec.weights)
+    return [point(name, spec, count, [row for row in rows if row.tokens == call]) for count, call in calls.items()]
 
 
-def point(name: str, spec: LayerSpec, rows: list[BenchRow]) -> dict[str, Any]:
+def point(name: str, spec: LayerSpec, tokens: int, rows: list[BenchRow]) -> dict[str, Any]:
     results = {row.backend: row.error or round(row.us or 0, 2) for row in rows}
     errors = {row.backend: round(row.relative_l2, 4) for row in rows if row.relative_l2 is not None}
-    found: dict[str, Any] = {"model": name, "format": spec.weights.name, "tokens": rows[0].tokens}
+    found: dict[str, Any] = {"model": name, "format": spec.weights.name, "tokens": tokens}
     found |= {column: results.pop(backend) for backend, column in OUR_COLUMNS.items() if backend in results}
     fp4_peers = {peer: results.pop(peer) for peer in FP4_PEERS if peer in results}
     return found | {"peers": results, "fp4_peers": fp4_peers, "relative_l2": errors}
