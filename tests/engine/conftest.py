@@ -32,6 +32,7 @@ SHAPES = {f: replace(PRESETS[f, "tiny"], moe_layers=1, block_spread=1.0) for f i
 # Two ranks have 192 channels each of an expert, shared ones too, and 288 of the dense layer's 576, 4.5 scale blocks.
 SHAPES["deepseek_v3_odd"] = replace(SHAPES["deepseek_v3"], moe_intermediate=384, dense_intermediate=576)
 SHAPES["deepseek_v3_ue8m0"] = replace(SHAPES["deepseek_v3"], ue8m0=True)
+NARROW = "qwen3_moe_narrow"  # whose hidden size is no multiple of a scale block: its experts are vLLM's
 COMPILED = {"compilation_config": {"inductor_compile_config": {"reorder_for_peak_memory": False}}}
 OURS = {"quantization": "fp8moe"}
 TP2 = EAGER | {"tensor_parallel_size": 2}
@@ -93,11 +94,12 @@ PROCESSES: dict[str, dict[str, Engine]] = {
         "deepseek_v3 mtp": Engine("deepseek_v3-fp8", EAGER | OURS | MTP),
         "qwen3_moe by row": Engine("qwen3_moe-by-row", EAGER | OURS),
         "deepseek_v3 static": Engine("deepseek_v3-static", EAGER | OURS),
+        NARROW: Engine(f"{NARROW}-bf16", EAGER | OURS),
         **GPT_OSS["ours"],
         "qwen3_moe without a scale": Engine("qwen3_moe-without-a-scale", EAGER | OURS),
     },
     "without the plugin": {
-        **{f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in SHAPES},
+        **{f"{family} twin": Engine(f"{family}-bf16", EAGER) for family in (*SHAPES, NARROW)},
         **GPT_OSS["without the plugin"],
     },
     "compiled": {"deepseek_v3 compiled": Engine("deepseek_v3-fp8", COMPILED | OURS)},
@@ -154,6 +156,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_checkpoints(folder: Path) -> None:
     for name in ("gpt_oss-fp4", "gpt_oss-bf16", "gpt_oss-other"):
         tiny_gpt_oss.write(folder / name, not name.endswith("bf16"), "other" * name.endswith("other"))
+    write_checkpoint(folder / f"{NARROW}-bf16", replace(SHAPES["qwen3_moe"], hidden=320), fp8=False)
     for family, shape in SHAPES.items():
         for kind in ("fp8", "bf16"):
             write_checkpoint(folder / f"{family}-{kind}", shape, fp8=kind == "fp8")

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.checkpoints.answers import LARGEST_DIFFERENCE, compare
 from tests import faults
-from tests.engine.conftest import needs_attention_with_sinks, needs_compiler, needs_two_gpus
+from tests.engine.conftest import NARROW, needs_attention_with_sinks, needs_compiler, needs_two_gpus
 
 MERGES = "fp8moe: shared experts are computed as one more expert"
 SERVES = "fp8moe serves the experts: backend "
@@ -41,6 +41,19 @@ def test_the_engine_says_what_its_unquantized_twin_says(engines, name):
     assert SERVES + BACKEND in ours.log
     assert SERVES not in twin.log
     assert (MERGES in ours.log) == (name.startswith("deepseek_v3") and not name.endswith("unmerged"))
+    assert difference < LARGEST_DIFFERENCE
+    assert clear > 0.5
+    assert same > 0.95
+
+
+def test_experts_on_methods_of_vllm_answer_as_their_twin(engines):
+    ours, twin = engines(NARROW), engines(f"{NARROW} twin")
+    assert ours.refused is None
+    own = "model.layers.N.mlp.experts runs on vLLM's own UnquantizedFusedMoEMethod: hidden size 320 is not a multiple"
+    assert own in ours.log
+    assert "fp8moe: 1 layers run on the plugin's kernels, 2 on vLLM's own: model.layers.N.mlp.experts (1)" in ours.log
+    assert SERVES not in ours.log
+    difference, clear, same = compare(ours.answers[0], twin.answers[0])
     assert difference < LARGEST_DIFFERENCE
     assert clear > 0.5
     assert same > 0.95
