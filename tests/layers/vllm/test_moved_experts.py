@@ -15,7 +15,7 @@ from fp8moe_plugin.ops import fused_moe
 from tests import helpers as h
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint, make_mxfp4, make_rows
 from tests.layers.vllm import one_rank
-from tests.layers.vllm.one_rank import PACKED, ROWS, Layer
+from tests.layers.vllm.one_rank import PACKED, RECODED, ROWS, Layer
 
 INTERMEDIATE = 256
 START = [0, 1, 2, 0, 1]  # the expert in each place; the last two are redundant
@@ -25,6 +25,7 @@ AFTER = [[2, 1, 1, 0, 2], [0, 0, 0, 1, 2], START]  # one move after the other
 KINDS = {
     "by block": (make_checkpoint, None),
     "by row": (make_rows, replace(ROWS, input_scales=True)),
+    "re-encoded MXFP4": (make_mxfp4, RECODED),
     "packed MXFP4": (make_mxfp4, PACKED),
 }
 
