@@ -49,7 +49,7 @@ class Experts:
             if refusal := backend.refusal(self.spec, arrival):
                 raise UnsupportedError(
                     f"{prefix}: the model's experts have {refusal}, which the {backend.name} kernels do not support. "
-                    "Use --quantization fp8."
+                    "Serve the model without --quantization fp8moe."
                 )
             kernels = backend.layer_kernels(self.spec, arrival)
             announce_layer(prefix, weight, arrival, prepare_kernels(kernels, weight, warmup))

@@ -23,7 +23,8 @@ def place_layer(layer: Any, stored: WeightFormat | None) -> Placement:
 
 def experts_error(prefix: str, why: str, experts: int, more: str = "") -> UnsupportedError:
     """Returns the error for the experts of a layer; `experts`: on this rank."""
-    advice = "Use more GPUs and --ep-size." if why == too_many_experts(experts) else "Use --quantization fp8."
+    more_gpus, without = "Use more GPUs and --ep-size.", "Serve the model without --quantization fp8moe."
+    advice = more_gpus if why == too_many_experts(experts) else without
     return UnsupportedError(f"{prefix}: {why}{more}. {advice}")
 
 
@@ -79,5 +80,6 @@ def check_computation(prefix: str, config: Any) -> None:
     """Raise `UnsupportedError` unless a `MoeRunnerConfig` requires a gated activation and the weighted sum."""
     if refusal := computation_refusal(config):
         raise UnsupportedError(
-            f"{prefix}: the model's experts have {refusal}, which the kernels do not support. Use --quantization fp8."
+            f"{prefix}: the model's experts have {refusal}, which the kernels do not support. Serve the model without "
+            "--quantization fp8moe."
         )

@@ -66,5 +66,6 @@ def refusal_of(moe: Any, spec: LayerSpec, quantized: bool) -> Refusal | None:
     if server is Server.OURS:
         return None
     more = why == too_many_experts(number)
-    advice = "Use more GPUs and --enable-expert-parallel." if more else "Use --quantization fp8."
+    more_gpus, without = "Use more GPUs and --enable-expert-parallel.", "Serve the model without --quantization fp8moe."
+    advice = more_gpus if more else without
     return Refusal(why, advice, server is Server.ENGINE)

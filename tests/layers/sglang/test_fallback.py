@@ -190,7 +190,7 @@ def test_experts_that_the_engine_refuses_too_are_refused(quant, monkeypatch):
         raise ValueError("320 is not divisible")
 
     monkeypatch.setattr(Fp8MoEMethod, "create_weights", refuse)
-    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: hidden size 320.*SGLang's own .*: 320 .*\)\. Use --quant"):
+    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: hidden size 320.*SGLang's own .*: 320 .*\)\. Serve the"):
         Experts(quant(), hidden=320)
     with h.environment("FP8MOE_FALLBACK", "forbid"), pytest.raises(UnsupportedError, match=r"hidden size 320.*block"):
         Experts(quant(), hidden=320)

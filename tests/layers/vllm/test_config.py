@@ -261,7 +261,7 @@ def test_a_plain_layer_is_served():
         ({"is_lora_enabled": True}, "L: LoRA .* is not supported.*Remove --enable-lora"),
         (
             {"hidden_dim": 320},
-            "L: hidden size 320 is not a multiple of 128, the size of a scale block. Use --quantization fp8",
+            "L: hidden size 320 is not a multiple of 128, the size of a scale block. Serve the model without",
         ),
         ({"num_local_experts": 1025}, "L: a rank has 1025 experts, .* at most 1024. Use more GPUs and --enable-expert"),
     ],

@@ -216,7 +216,7 @@ def test_experts_whose_weights_the_engine_does_not_create_are_refused(monkeypatc
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "create_weights", refuse)
     config, layer = Fp8MoeConfig.for_unquantized(), experts(hidden_dim=320)
     method = config.get_quant_method(layer, EXPERTS)
-    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: hidden size 320.*\(ValueError: 192 .*\)\. Use --quant"):
+    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: hidden size 320.*\(ValueError: 192 .*\)\. Serve the"):
         create_weights(method, layer)
     assert not plugin_log.records
     assert not metrics._layers
@@ -257,9 +257,9 @@ def test_experts_that_the_engine_refuses_too_are_refused(monkeypatch):
 
     monkeypatch.setattr(fp8, "Fp8MoEMethod", refuse)
     config, why = Fp8MoeConfig.from_config(CHECKPOINT), "hidden size 320 is not a multiple of 128"
-    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: {why}.*Error: no kernel\)\. Use --quantization fp8"):
+    with pytest.raises(UnsupportedError, match=rf"{EXPERTS}: {why}.*Error: no kernel\)\. Serve the"):
         config.get_quant_method(experts(hidden_dim=320), EXPERTS)
-    with h.environment("FP8MOE_FALLBACK", "forbid"), pytest.raises(UnsupportedError, match=f"{why}, .*block. Use"):
+    with h.environment("FP8MOE_FALLBACK", "forbid"), pytest.raises(UnsupportedError, match=f"{why}, .*block. Serve"):
         config.get_quant_method(experts(hidden_dim=320), EXPERTS)
 
 
