@@ -1,7 +1,7 @@
 // The first GEMM of the experts with its activation, for few rows per expert: q = quantized SiLU(gate) * up, with
 // gate, up = x[a_rows[i]] @ w13[expert]^T. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
-// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded to 8, 16, 32 or 64.
+// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded (`padded_tokens`).
 // TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread then
 // holds both of a channel, and a tile holds a whole group of the quantization.
 //
@@ -217,7 +217,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
-            switch (padded_tokens(tile.rows)) {
+            const int padded = padded_tokens(tile.rows);
+            if constexpr (kMoreWidths) {
+                switch (padded) {
+                    case 40: compute_tile<40>(shared, ring, in, out, tile, warpgroup); continue;
+                    case 48: compute_tile<48>(shared, ring, in, out, tile, warpgroup); continue;
+                }
+            }
+            switch (padded) {
                 case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
                 case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;

@@ -1,7 +1,7 @@
 // D[rows, N] = A[rows, K] @ B[expert, N, K]^T as in grouped_gemm.cu, for few rows per expert: it streams the weights
 // once.
 //
-// Swap-AB: a tile is 128 rows of weights by up to 64 tokens, which are padded to 8, 16, 32 or 64 by the expert's own
+// Swap-AB: a tile is 128 rows of weights by up to 64 tokens, which are padded (`padded_tokens`) by the expert's own
 // count.
 //
 // A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
@@ -72,8 +72,9 @@ struct TileLoads {
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
         padded = padded_tokens(tile.rows);
-        box_tokens = padded < kWideBoxTokens ? kBoxTokens : kWideBoxTokens;
-        token_map = padded < kWideBoxTokens ? in.tokens : in.wide_tokens;
+        const bool narrow = kMoreWidths ? padded % kWideBoxTokens != 0 : padded < kWideBoxTokens;
+        box_tokens = narrow ? kBoxTokens : kWideBoxTokens;
+        token_map = narrow ? in.tokens : in.wide_tokens;
         int column = tile.column * in.columns_at_once;
         weight_row = tile.expert * in.n + column * kBlockN;
         scale_pitch = ::scale_pitch(*in.weights, in.k_blocks);
@@ -204,7 +205,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
-            switch (padded_tokens(tile.rows)) {
+            const int padded = padded_tokens(tile.rows);
+            if constexpr (kMoreWidths) {
+                switch (padded) {
+                    case 40: compute_tile<40>(shared, ring, in, bias, d, tile, warpgroup); continue;
+                    case 48: compute_tile<48>(shared, ring, in, bias, d, tile, warpgroup); continue;
+                }
+            }
+            switch (padded) {
                 case 8: compute_tile<8>(shared, ring, in, bias, d, tile, warpgroup); break;
                 case 16: compute_tile<16>(shared, ring, in, bias, d, tile, warpgroup); break;
                 case 32: compute_tile<32>(shared, ring, in, bias, d, tile, warpgroup); break;

@@ -15,7 +15,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, plan_batched, plan_grouped
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, plan_layer
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
 
@@ -92,12 +92,12 @@ def test_packed_layers_with_further_steps_are_sorted(change):
     spec = h.layer_spec(weights=PACKED_MXFP4)._replace(**change)
     step = plan_layer(spec, 1)
     assert isinstance(step, SortedStep)
-    assert step.tile is FEW_ROWS
+    assert step.tile is PACKED_FEW_ROWS
 
 
 def test_tiles_of_batched_packed_experts_follow_the_expected_rows():
     plans = [plan_batched(h.layer_spec(weights=PACKED_MXFP4), 512, expected_m) for expected_m in (1, 56, 57)]
-    assert [plan.tile for plan in plans] == [FEW_ROWS, FEW_ROWS, UNTAILED]
+    assert [plan.tile for plan in plans] == [PACKED_FEW_ROWS, PACKED_FEW_ROWS, UNTAILED]
     assert {plan_batched(h.layer_spec(), 512, expected_m).tile for expected_m in (1, 57)} == {MANY_ROWS}
 
 

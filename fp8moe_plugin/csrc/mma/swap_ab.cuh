@@ -6,6 +6,14 @@
 #include "formats/weights.cuh"
 #include "pipeline/ring.cuh"
 
+// The tokens of a tile with padding: the N of its wgmma. Math warps that also decode weights have little time for
+// padding, so their kernels have more widths.
+constexpr bool kMoreWidths = kDecodedToRegisters;
+DEVICE int padded_tokens(int rows) {
+    if (kMoreWidths && rows > 32 && rows <= 48) return rows <= 40 ? 40 : 48;
+    return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+}
+
 // The scales of a K block where all rows of a warpgroup's weights have the same one, number `i` of the tile.
 // token_scale(offset) is the address of the scale of the token at that offset from the thread's first. An address in
 // place of the function costs instructions in the main loop.

@@ -12,9 +12,6 @@ struct Tile {
     int last;      // 1: one of the last tiles, about two per block
 };
 
-// The tokens of a swap-AB tile with padding: the N of its wgmma.
-DEVICE int padded_tokens(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
-
 DEVICE void publish_tile(u32 address, const Tile& tile) {
     static_assert(RowTiles::kLongest < 1 << 8, "8 bits for rows, 1 for last, 23 for the column");
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.row_tile),

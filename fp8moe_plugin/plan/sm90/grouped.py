@@ -15,7 +15,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_key,
 )
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import EARLY_FROM, K_BLOCKS_PER_SETUP, KEEP_B_UP_TO, MULTIPROCESSORS
 
@@ -104,7 +104,7 @@ def batched_tile(weights: WeightFormat, expected_m: int, tuning: GpuTuning) -> R
     """
     if weights not in PACKED_FORMATS:
         return MANY_ROWS
-    return FEW_ROWS if expected_m <= tuning.packed_few_rows_per_expert else UNTAILED
+    return PACKED_FEW_ROWS if expected_m <= tuning.packed_few_rows_per_expert else UNTAILED
 
 
 def grouped_key(

@@ -41,7 +41,7 @@ from fp8moe_plugin.plan.sm90.scratch import (
     small_batch_scratch,
     sorted_scratch,
 )
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile, route_chunks
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED, RowTile, route_chunks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
@@ -122,9 +122,8 @@ def plan_layer(
 
 def row_tile(spec: LayerSpec, tokens: int, tuning: GpuTuning = UNTUNED) -> RowTile:
     """Returns the tiles of a step whose rows are sorted by expert."""
-    if tokens <= few_rows_tokens(spec, tuning):
-        return FEW_ROWS
-    return UNTAILED if spec.weights in PACKED_FORMATS else MANY_ROWS
+    few, many = (PACKED_FEW_ROWS, UNTAILED) if spec.weights in PACKED_FORMATS else (FEW_ROWS, MANY_ROWS)
+    return few if tokens <= few_rows_tokens(spec, tuning) else many
 
 
 def few_rows_tokens(spec: LayerSpec, tuning: GpuTuning = UNTUNED) -> int:

@@ -236,6 +236,8 @@ inline void wgmma(float& d, T... operands) {
 WGMMA(8)
 WGMMA(16)
 WGMMA(32)
+WGMMA(40)
+WGMMA(48)
 WGMMA(64)
 WGMMA(96)
 WGMMA(112)
