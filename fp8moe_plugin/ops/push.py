@@ -81,7 +81,7 @@ def run_push_moe(
     if out is None:
         out = torch.empty_like(tensors[0])
         addresses = *addresses[:-1], out.data_ptr()
-    _check_group(facts, window, owners, rows)
+    _check_group(facts, window, owners, rows, out.device)
     device = devices.sm90_device_of(out)
     if device is None:
         raise UnsupportedError("push_moe has no reference: it needs the GPUs of a group. Call fused_moe.")
@@ -92,10 +92,14 @@ def run_push_moe(
     return out
 
 
-def _check_group(facts: LayerFacts, window: Window, owners: torch.Tensor, rows: int) -> None:
+def _check_group(facts: LayerFacts, window: Window, owners: torch.Tensor, rows: int, device: torch.device) -> None:
     topk, hidden, _, local, experts = facts.spec.shape
-    check_tensor("owners", owners, dtype=torch.int32, shape=(experts,), device=window.memory.device)
+    check_tensor("owners", owners, dtype=torch.int32, shape=(experts,), device=device)
     check_int("rows", rows)
+    if window.memory.device != device:
+        raise InvalidInputError(
+            f"The window is on {window.memory.device}, the tensors on {device}. Pass the window of this rank."
+        )
     if not facts.mapped:
         raise InvalidInputError("expert_map is None. Pass the local expert of each id, or -1.")
     if local > (most := largest_share(experts, window.ranks)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.ops.checks import check_tensor
 from fp8moe_plugin.plan.sm90.catalog import MAX_RANKS
 from fp8moe_plugin.plan.sm90.push import FEW_BLOCKS, FIELDS, HEADER_BYTES, WindowLayout, push_refusal, window_layout
 
@@ -51,11 +52,13 @@ def open_window(
         lost: int32 `[1]`, zero, which the GPU can write to: pinned memory of the host.
         patience: clock cycles that a kernel waits for another rank before it ends all work on the GPU with an error.
     Raises:
-        InvalidInputError: the kernels do not serve such a group, or the memory is too small.
+        InvalidInputError: the kernels do not serve such a group, or the memory is too small or of another dtype.
     """
     ranks = len(addresses)
     if refusal := push_refusal(ranks, hidden):
         raise InvalidInputError(f"There is {refusal}. Use the engine's own all-to-all.")
+    check_tensor("memory", memory, dtype=torch.uint8, shape=(None,))
+    check_tensor("lost", lost, dtype=torch.int32, shape=(1,))
     layout = window_layout(ranks, rows, hidden, topk, experts)
     if memory.numel() < layout.nbytes:
         raise InvalidInputError(f"The window has {memory.numel()} bytes, needs {layout.nbytes}.")

@@ -1,5 +1,8 @@
 """Wrong calls of `push_moe` and `open_window`. The emulator runs the right ones: tests/emulator/test_ranks.py."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,9 +16,15 @@ EXPERTS, HIDDEN, TOPK, ROWS = 4, 256, 2, 3
 CPU = torch.device("cpu")
 
 
-def make_window(hidden: int = HIDDEN, ranks: int = 2, spare: int = 0, experts: int = EXPERTS) -> Window:
-    memory = torch.zeros(window_layout(2, ROWS, hidden, TOPK, EXPERTS).nbytes + spare, dtype=torch.uint8)
-    lost = torch.zeros(1, dtype=torch.int32)
+def make_window(
+    hidden: int = HIDDEN,
+    ranks: int = 2,
+    spare: int = 0,
+    experts: int = EXPERTS,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.uint8, torch.int32),
+) -> Window:
+    memory = torch.zeros(window_layout(2, ROWS, hidden, TOPK, EXPERTS).nbytes + spare, dtype=dtypes[0])
+    lost = torch.zeros(1, dtype=dtypes[1])
     return open_window(memory, [memory.data_ptr()] * ranks, 0, ROWS, hidden, TOPK, experts, lost, 1)
 
 
@@ -31,6 +40,9 @@ def call(
     return push_moe(window or make_window(), of_experts, rows, x, *layer, weights, ids, expert_map)
 
 
+ELSEWHERE = dataclasses.replace(make_window(), memory=torch.empty(1, dtype=torch.uint8, device="meta"))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -41,6 +53,7 @@ def call(
         ({"local": 3}, "This rank has 3 of 4 experts, may have 2: the 2 ranks need equal shares"),
         ({"window": make_window(384)}, "The window is for 384 channels and 2 of 4 experts per token, the call has 256"),
         ({"window": make_window(experts=8)}, "2 of 8 experts per token, the call has 256 and 2 of 4"),
+        ({"window": ELSEWHERE}, "The window is on meta, the tensors on cpu"),
     ],
 )
 def test_a_wrong_call(wrong: dict[str, object], message: str) -> None:
@@ -59,8 +72,10 @@ def test_there_is_no_reference() -> None:
         ({"ranks": 9}, "a group of 9 ranks, of which the kernels support up to 8"),
         ({"hidden": 2**15 + 128}, "a hidden size of 32896"),
         ({"spare": -256}, "bytes, needs"),
+        ({"dtypes": (torch.int64, torch.int32)}, "memory has dtype torch.int64, needs torch.uint8"),
+        ({"dtypes": (torch.uint8, torch.int64)}, "lost has dtype torch.int64, needs torch.int32"),
     ],
 )
-def test_a_window_that_cannot_be(wrong: dict[str, int], message: str) -> None:
+def test_a_window_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         make_window(**wrong)
