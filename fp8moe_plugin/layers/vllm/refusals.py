@@ -41,6 +41,11 @@ def check_options(prefix: str, moe: Any) -> None:
             f"{prefix}: LoRA on a mixture-of-experts model is not supported by --quantization fp8moe. "
             "Remove --enable-lora, or use --quantization fp8."
         )
+    if moe.ep_size > moe.num_experts:
+        raise UnsupportedError(
+            f"{prefix}: {moe.ep_size} ranks cannot share {moe.num_experts} experts. Use fewer ranks, or remove "
+            "--enable-expert-parallel."
+        )
 
 
 class Refusal(NamedTuple):

@@ -218,9 +218,13 @@ def test_vllm_refuses_experts_that_do_not_say_so(monkeypatch):
         check("L", moe_layer())
 
 
+NO_PARALLEL = FusedMoEParallelConfig.make_no_parallel()
+OF_32_RANKS = dataclasses.replace(NO_PARALLEL, ep_size=32, use_ep=True)
+
+
 def moe_layer(ranks: int = 1, dp: int = 1, intermediate: int = 256, **changes: object) -> FusedMoEConfig:
     """Returns a layer's description as vLLM passes it to a quantization method; `ranks` split each expert."""
-    parallel = dataclasses.replace(FusedMoEParallelConfig.make_no_parallel(), tp_size=ranks, dp_size=dp)
+    parallel = dataclasses.replace(NO_PARALLEL, tp_size=ranks, dp_size=dp)
     plain = {
         "num_experts": 16,
         "experts_per_token": 4,
@@ -263,6 +267,7 @@ def test_a_plain_layer_is_served():
             {"hidden_dim": 320},
             "L: hidden size 320 is not a multiple of 128, the size of a scale block. Serve the model without",
         ),
+        ({"moe_parallel_config": OF_32_RANKS}, "L: 32 ranks cannot share 16 experts. Use fewer ranks"),
         ({"num_local_experts": 1025}, "L: a rank has 1025 experts, .* at most 1024. Use more GPUs and --enable-expert"),
     ],
 )
