@@ -15,16 +15,16 @@ class Arrivals:
     the next step, or at the end of an update.
     """
 
-    _roles: dict[str, set[Role]] = field(default_factory=dict)  # by projection
+    _roles: dict[str, list[Role]] = field(default_factory=dict)  # by projection, in the order of their arrival
 
     def note(self, projection: str, *roles: Role) -> None:
-        """Note that tensors are written.
+        """Note that tensors are written. Several threads may call it.
 
         Args:
             projection: one of a layer or of an expert, such as "model.layers.0.mlp.experts (w1 of expert 3)".
             roles: the tensors' roles; both roles if one tensor gives the weight and its scales.
         """
-        self._roles.setdefault(projection, set()).update(roles)
+        self._roles.setdefault(projection, []).extend(roles)
 
     def clear(self) -> None:
         """Forget the arrivals, because they were checked in another way."""
@@ -36,13 +36,22 @@ class Arrivals:
         Raises:
             CheckpointError: a weight has arrived without its scales, or scales without their weight.
         """
-        alone = {name: roles for name, roles in self._roles.items() if len(roles) == 1}
+        last = {name: _alone(roles) for name, roles in self._roles.items()}
+        alone = {name: role for name, role in last.items() if role}
         self.clear()
-        for name, (role,) in alone.items():
+        for name, role in alone.items():
             raise CheckpointError(
                 f"{name}: new {role} arrived without the {role.other}{and_others(len(alone) - 1)}. An FP8 weight and "
                 "its scales must be loaded together, before the next step."
             )
+
+
+def _alone(roles: list[Role]) -> Role | None:
+    """Returns the role that arrived without the other one. After a pair, the next tensor begins another, newer one."""
+    alone = None
+    for role in roles:
+        alone = None if alone is role.other else role
+    return alone
 
 
 def and_others(count: int) -> str:

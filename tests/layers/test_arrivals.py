@@ -12,7 +12,7 @@ WEIGHT, SCALES = Role
 
 def test_a_weight_and_its_scales_may_arrive_in_any_order():
     arrivals = Arrivals()
-    for projection, role in (("a", WEIGHT), ("b", SCALES), ("b", WEIGHT), ("a", SCALES), ("a", SCALES)):
+    for projection, role in (("a", WEIGHT), ("b", SCALES), ("b", WEIGHT), ("a", WEIGHT), ("a", SCALES)):
         arrivals.note(projection, role)
     arrivals.note("c", WEIGHT, SCALES)
     arrivals.check()
@@ -29,6 +29,16 @@ def test_one_without_the_other_is_refused_once(kind, missing):
     arrivals.note("half", missing)
     arrivals.clear()
     arrivals.check()
+
+
+@pytest.mark.parametrize(("kind", "missing"), [(WEIGHT, SCALES), (SCALES, WEIGHT)])
+def test_half_of_a_second_update_is_refused(kind, missing):
+    """Without a step between them; the first one has brought both."""
+    arrivals = Arrivals()
+    for role in (WEIGHT, SCALES, kind):
+        arrivals.note("a", role)
+    with pytest.raises(CheckpointError, match=f"a: new {kind} arrived without the {missing}"):
+        arrivals.check()
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ class Loads:
         """
         for method, layer in list(self.changed.values()):
             self.check_layer(method, layer)
-        self.arrivals.check()
         self.halves.check()
+        self.arrivals.check()
         self.written = False
 
     def finish_load(self, model: torch.nn.Module) -> None:

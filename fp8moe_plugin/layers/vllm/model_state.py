@@ -71,8 +71,8 @@ class ModelState:
         if not self.written:
             return
         try:
-            self.arrivals.check()
             self.halves.check()
+            self.arrivals.check()
             compat.derive_mla_weights(self.engine)
         except Exception as error:
             raise self.fail(error) from error
