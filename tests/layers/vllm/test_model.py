@@ -1,4 +1,8 @@
-"""vLLM itself builds a model, loads a checkpoint into it and calls its layers; only the engine is missing."""
+"""vLLM itself builds a model, loads a checkpoint into it and calls its layers; only the engine is missing.
+
+Checkpoints in block FP8, those of compressed-tensors by block and by row, with scales in BF16, and those of ModelOpt,
+with a scale for each weight.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +16,12 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
 from benchmarks.checkpoints.synthetic import PRESETS, write_checkpoint
+from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.ops import fp8_linear, fused_moe
 from tests import helpers as h
+from tests.compressed import BY_ROW, MODELOPT, compress, requantize
 
 pytestmark = pytest.mark.seam
 
@@ -24,16 +30,33 @@ ATTENTION, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "qwen3_moe-fp8"
+CHANGES = {
+    "fp8": lambda folder: None,
+    "block": compress,
+    "row": lambda folder: requantize(folder, BY_ROW),
+    "tensor": lambda folder: requantize(folder, MODELOPT),
+}
+
+
+@pytest.fixture(scope="module", params=CHANGES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / f"qwen3_moe-{request.param}"
     write_checkpoint(folder, SHAPE)
+    CHANGES[request.param](folder)
     return folder
 
 
 def both(tensors: Tensors, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights and scales of these layers, concatenated along the rows."""
-    return tuple(torch.cat([tensors[f"{name}.{kind}"] for name in names]) for kind in ("weight", "weight_scale_inv"))
+    """Returns the weights and float32 scales of these layers, concatenated along the rows."""
+    scale = "weight_scale_inv" if f"{names[0]}.weight_scale_inv" in tensors else "weight_scale"
+    weights, scales = ([tensors[f"{name}.{kind}"] for name in names] for kind in ("weight", scale))
+    each = zip(weights, scales, strict=True)
+    scales = [scale if scale.dim() else scale.expand(len(weight), 1) for weight, scale in each]
+    return torch.cat(weights), torch.cat(scales).float()
+
+
+def test_the_files_belong_to_the_description(checkpoint):
+    assert read_model(checkpoint).quantized
 
 
 def test_the_experts_compute_what_the_checkpoint_says(model, tensors):
@@ -46,7 +69,8 @@ def test_the_experts_compute_what_the_checkpoint_says(model, tensors):
     gen = h.seeded(0, torch.device("cpu"))
     x = h.random_tokens(gen, 5, SHAPE.hidden)
     routing = h.random_routing(gen, "distinct", 5, SHAPE.topk, SHAPE.experts)
-    assert h.same_bits(layer.forward_modular(x, *routing), fused_moe(x, *parts, *routing))
+    wanted = fused_moe(x, *parts, *routing, weights=layer.quant_method.weights)
+    assert h.same_bits(layer.forward_modular(x, *routing), wanted)
 
 
 @pytest.mark.parametrize("on_input", [False, True])
@@ -79,7 +103,7 @@ def test_the_projections_compute_what_the_checkpoint_says(model, tensors, layer,
 
 
 def test_a_router_stays_as_it_is(model):
-    """A layer that the checkpoint lists as unquantized, in a quantized model."""
+    """A layer that the checkpoint lists as unquantized, or ignores by a pattern, in a quantized model."""
     gate = model.get_submodule("model.layers.0.mlp.gate")
     assert gate.weight.dtype == torch.bfloat16
     assert not isinstance(gate.quant_method, Fp8MoeLinearMethod)
