@@ -117,9 +117,11 @@ class Results:
 
 def _read(out: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(out.read_text())
+        found = json.loads(out.read_text())
     except ValueError as error:
         raise UnsupportedError(f"{out} holds no results: {error}. Name another file.") from error
+    if not isinstance(found, dict):
+        raise UnsupportedError(f"{out} holds no results: it is no JSON object. Name another file.")
     return found
 
 

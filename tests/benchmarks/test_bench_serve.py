@@ -163,8 +163,9 @@ def test_a_run_does_not_continue_another(settings: Settings, change: str) -> Non
         results(settings, **others[change])
 
 
-def test_a_damaged_file_is_refused(settings: Settings) -> None:
-    (settings.folder / "r.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_file_is_refused(settings: Settings, text: str) -> None:
+    (settings.folder / "r.json").write_text(text)
     with pytest.raises(UnsupportedError, match=r"r\.json holds no results: "):
         results(settings)
 
