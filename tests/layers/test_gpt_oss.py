@@ -11,11 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers import gpt_oss
-from fp8moe_plugin.layers.gpt_oss import Target, share_of
+from fp8moe_plugin.layers.gpt_oss import Target, check_in_order, share_of
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.recode import Halves
 from fp8moe_plugin.ops.mxfp4 import dequantize, further_steps
@@ -89,6 +90,13 @@ def test_parameters_grow_while_codes_wait_in_them(monkeypatch, wide, row, kinds)
     assert_holds(into, tensors)
     assert [further_steps(target.weight, target.scales) for target in into.values()] == [2, 1]
     assert_holds(load(into, CHECKPOINT, *kinds), CHECKPOINT)  # which need no further steps
+
+
+@pytest.mark.parametrize("slots", [(0, 2, 1), (2, 1, 0), (1, 2, 3), (0, 2, 4), (0, None, None)])
+def test_experts_in_another_order_are_refused(slots):
+    check_in_order("w", 3, (0, 1, 2).__getitem__)
+    with pytest.raises(CheckpointError, match="does not hold 3 experts in their order"):
+        check_in_order("w", 3, slots.__getitem__)
 
 
 # ---- the host ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """MXFP4 in block FP8: every weight is exactly the same number."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,3 +155,17 @@ def test_as_many_halves_wait_on_the_device_as_an_expert_has():
 def test_only_copies_of_host_memory_to_a_gpu_may_return_early(source, to, early):
     """A copy to the host that returned early would be read before it is there."""
     assert copies_early(torch.empty(1, device=source), torch.device(to)) == early
+
+
+def test_a_copy_of_pinned_memory_does_not_return_early():
+    """The GPU reads it later, when the engine may have overwritten it."""
+    pinned = SimpleNamespace(is_cpu=True, is_pinned=lambda: True)
+    assert not copies_early(pinned, torch.device("cuda"))
+
+
+def test_projections_wait_that_grew_last():
+    halves, written = Halves(), []
+    for shard in ("a", "b", "c", "a", "d"):
+        halves.keep(shard, SimpleNamespace(write=lambda shard=shard: written.append(shard)))
+    assert written == ["b"]
+    assert list(halves.batches) == ["c", "a", "d"]
