@@ -78,6 +78,11 @@ def test_ranks_that_do_not_push(
     assert refusal == why
 
 
+def test_the_log_names_the_rank_that_did_not_come(plugin_log: pytest.LogCaptureFixture) -> None:
+    window._watch(torch.tensor([1 + 2], dtype=torch.int32), 600)
+    assert "rank 2 of the expert-parallel group has not called a layer for 600 s" in plugin_log.text
+
+
 EXIT = """
 import threading, types, torch
 from fp8moe_plugin.layers import window

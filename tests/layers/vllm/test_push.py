@@ -72,6 +72,15 @@ def test_all_ranks_agree_on_the_steps_that_fit(monkeypatch, sizes, fits):
     assert [experts.fits(tokens) for tokens in sizes] == [fits, fits]
 
 
+@pytest.mark.parametrize(("sizes", "rows"), [([0, 3], 3), ([0, 0], 1)])
+def test_all_ranks_call_with_the_longest_of_them(monkeypatch, sizes, rows):
+    context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(sizes), sizes))
+    monkeypatch.setattr(gather, "get_forward_context", lambda: context)
+    experts = SimpleNamespace(run_pushed=lambda window, owners, rows, *tensors: rows)
+    called = PushedExperts(experts, SimpleNamespace(rows=8), torch.zeros(0)).run(*[torch.zeros(0)] * 4)
+    assert called == rows
+
+
 def test_owners_of_experts_that_are_dealt_out_in_turn(monkeypatch):
     monkeypatch.setattr(push, "get_ep_group", lambda: SimpleNamespace(world_size=2, cpu_group=None))
 
@@ -82,17 +91,20 @@ def test_owners_of_experts_that_are_dealt_out_in_turn(monkeypatch):
     assert push._owners(torch.tensor([0, -1, 1, -1], dtype=torch.int32)).tolist() == [0, 1, 0, 1]
 
 
-def test_explain_says_which_windows_are_opened(switched_on, plugin_log, monkeypatch, tmp_path):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_explain_says_which_windows_are_opened(switched_on, plugin_log, monkeypatch, tmp_path, tp):
+    """One for all layers of these sizes."""
     opened = []
     group = SimpleNamespace(world_size=8, device_group=object(), cpu_group=None)
     monkeypatch.setattr(push, "get_ep_group", lambda: group)
-    monkeypatch.setattr(push, "open_group_window", lambda *sizes: opened.append(sizes[2:6]))
+    monkeypatch.setattr(push, "open_group_window", lambda *sizes: opened.append(sizes[2:6]) or len(opened))
     monkeypatch.setattr(push, "_windows", {})
     plugin_log.set_level("INFO", logger="fp8moe")
     options = engine()
-    options.parallel_config.tensor_parallel_size = 1
-    options.scheduler_config = SimpleNamespace(max_num_batched_tokens=16384)
-    push._window(7168, 8, 256, torch.device("cpu"), options)
-    found = all_to_all(read_model(describe(tmp_path, V3)), Parallel(1, 8, ep=8), 16384)
+    options.parallel_config.tensor_parallel_size = tp
+    options.scheduler_config = SimpleNamespace(max_num_batched_tokens=4096)
+    assert [push._window(7168, 8, 256, torch.device("cpu"), options) for _ in range(2)] == [1, 1]
+    found = all_to_all(read_model(describe(tmp_path, V3)), Parallel(tp, 8 // tp, ep=8), 4096)
     assert opened == [(found.window_rows, 7168, 8, 256)]
-    assert plugin_log.messages == [f"fp8moe: {found.why.rstrip('.')}"]
+    (message,) = plugin_log.messages
+    assert f"{found.why.rstrip('.')}. ".startswith(f"{message.removeprefix('fp8moe: ')}. ")
