@@ -18,7 +18,7 @@
 // Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile. With PDL it loads weights while
 // the previous kernel quantizes A.
 #include "device/wgmma.cuh"
-#include "formats/row_scales.cuh"
+#include "epilogue/dense_bias.cuh"
 #include "pipeline/producer.cuh"
 
 constexpr int kBlockK = 128, kWarpgroupM = 64;

@@ -15,7 +15,7 @@
 // be launched early (PDL), but loads nothing before the previous kernel has ended: blocks that read the same operands
 // have to stay in lockstep.
 #include "device/wgmma.cuh"
-#include "formats/row_scales.cuh"
+#include "epilogue/dense_bias.cuh"
 #include "pipeline/paired_tiles.cuh"
 #include "pipeline/producer.cuh"
 
@@ -34,10 +34,10 @@ constexpr int kScaleBlocks = kScalesOfRows ? 1 : (128 - kColumnStep + TILE_N + 1
 constexpr int kWholeParts = TILE_N / kStoreN, kParts = ceil_div(TILE_N, kStoreN);  // of a tile of the result
 constexpr int kUnroll = kColumnStep < 64 ? 2 : 4;  // with fewer instances of the main loop, more
 
-using SharedMemory = Stages<kAsManyAsFit, Weights<TILE_N>, Tokens<kBlockM>,
-                            Staging<kMathWarpgroups * kParts * kWarpgroupM>, TokenScales<kBlockM>, Full<1>, Empty<1>,
-                            WeightScales<kScaleBlocks>, StagedRowScales<kMathWarpgroups * TILE_N>,
-                            StagedDenseBias<kMathWarpgroups * TILE_N>>;
+using SharedMemory =
+    Stages<kAsManyAsFit, Weights<TILE_N>, Tokens<kBlockM>, Staging<kMathWarpgroups * kParts * kWarpgroupM>,
+           TokenScales<kBlockM>, Full<1>, Empty<1>, WeightScales<kScaleBlocks>,
+           StagedRowScales<kMathWarpgroups * TILE_N>, StagedDenseBias<kMathWarpgroups * TILE_N>>;
 constexpr int kStages = SharedMemory::kStages;
 using Sums = Fragment<kHalfN>[kHalves];
 

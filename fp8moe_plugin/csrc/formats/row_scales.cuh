@@ -68,9 +68,6 @@ template <int kCount>
 struct StagedRowScales : Once<kScalesOfRows ? kCount : 0, 4> {};
 template <int kCount>
 struct StagedBiases : Once<kBias ? kCount : 0, 4> {};
-// Of a dense layer: bfloat16, two columns in a word.
-template <int kCount>
-struct StagedDenseBias : Once<kCount / 2, 4> {};
 
 // Starts to copy the values of `count` rows; by a warpgroup.
 template <bool kThere>
@@ -82,13 +79,9 @@ DEVICE void copy_row_scales(u32 to, const WeightScale* from, int count) {
     copy_row_values<kScalesOfRows>(to, from, count);
 }
 DEVICE void copy_biases(u32 to, const float* from, int count) { copy_row_values<kBias>(to, from, count); }
-DEVICE void copy_dense_bias(u32 to, const u16* from, int count) {
-    copy_row_values<true>(to, reinterpret_cast<const float*>(from), count / 2);
-}
 
-// `more`: whether others have been copied, too.
-DEVICE void await_row_values(int warpgroup, bool more = false) {
-    if (kScalesOfRows || kBias || more) {
+DEVICE void await_row_values(int warpgroup) {
+    if constexpr (kScalesOfRows || kBias) {
         copy_async_wait();
         warpgroup_barrier(warpgroup);
     }
@@ -116,20 +109,6 @@ DEVICE void scale_columns(u32 scales, float (&sum)[kElements]) {
 template <int kElements>
 DEVICE void add_to_columns(u32 biases, float (&sum)[kElements]) {
     each_column<kBias>(biases, sum, [](float& s, float bias) { s += bias; });
-}
-
-template <int kElements>
-DEVICE void add_dense_bias(u32 bias, float (&sum)[kElements]) {
-#pragma unroll
-    for (int i = 0; i < kElements / 4; ++i) {
-        const u32 at = bias + (fragment_column(threadIdx.x) + column_offset(2 * i)) * 2;
-        const float2 two = unpack_bf16x2(__float_as_uint(load_shared_float(at)));
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            sum[element_at(row, 2 * i)] += two.x;
-            sum[element_at(row, 2 * i + 1)] += two.y;
-        }
-    }
 }
 
 // The same for sums of 64 rows of weights, as in a tail.
