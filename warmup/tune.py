@@ -15,7 +15,7 @@ from fp8moe_plugin.launches.tuning_file import (
     tuning_path,
     tuning_text,
 )
-from fp8moe_plugin.plan.gpu_tuning import UNTUNED
+from fp8moe_plugin.plan.gpu_tuning import default_tuning
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.quoting import shell_word, shown_text
@@ -35,7 +35,8 @@ def measure(options: Options, model: Model | None, report_progress: Callable[[st
     from fp8moe_plugin.bench import tune
 
     clock = tune.GpuClock(_specs(options, model) if model else tune.LAYERS)
-    tuning, steps, changed = tune.tune(clock.specs, clock.multiprocessors, clock, report_progress)
+    default = default_tuning(clock.gpu)
+    tuning, steps, changed = tune.tune(clock.specs, clock.multiprocessors, default, clock, report_progress)
     return TuningFile(gpu=clock.gpu, version=plugin_version(), tuning=tuning, steps=steps, changed=changed)
 
 
@@ -50,7 +51,7 @@ def _specs(options: Options, model: Model) -> dict[str, LayerSpec]:
 
 def text(file: TuningFile) -> str:
     """Returns the thresholds and the steps that they change."""
-    defaults = asdict(UNTUNED)
+    defaults = asdict(default_tuning(file.gpu))
     found = [
         (name, f"{value} ({'the default' if value == defaults[name] else f'default {defaults[name]}'})")
         for name, value in asdict(file.tuning).items()
@@ -91,4 +92,4 @@ def findings(facts: Diagnosis) -> Iterator[Finding]:
             advice = f"Run `fp8moe-warmup tune --out {shell_word(str(path))}` on this GPU."
             yield Finding(subject="tuning", found=f"{file} is not used: {found}", advice=advice)
         else:
-            yield Finding(subject="tuning", found=f"{file}: {tuning_text(found.tuning)}", ok=True)
+            yield Finding(subject="tuning", found=f"{file}: {tuning_text(found)}", ok=True)

@@ -26,7 +26,7 @@ from fp8moe_plugin.ops.moe import prepared_layer
 from fp8moe_plugin.ops.operands import ExpertWeights
 from fp8moe_plugin.ops.signature import addresses_of
 from fp8moe_plugin.ops.workspace import scratch
-from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.plan.gpu_tuning import GpuTuning
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.testing import Call, captured, replay_us
 
@@ -79,16 +79,20 @@ class Tuned(NamedTuple):
 
 
 def tune(
-    specs: Mapping[str, LayerSpec], multiprocessors: int, clock: Clock, report_progress: Callable[[str], None]
+    specs: Mapping[str, LayerSpec],
+    multiprocessors: int,
+    default: GpuTuning,
+    clock: Clock,
+    report_progress: Callable[[str], None],
 ) -> Tuned:
     """Returns the fastest thresholds for these layers.
 
     Args:
         specs: by the names of the layers.
-        multiprocessors: of the GPU.
+        multiprocessors, default: of the GPU.
         report_progress: called with one line per threshold.
     """
-    tuning, timed = UNTUNED, set[tuple[str, int]]()
+    tuning, timed = default, set[tuple[str, int]]()
 
     def noting_clock(name: str, tokens: int, plans: Sequence[Plan]) -> list[float]:
         timed.add((name, tokens))
@@ -100,7 +104,7 @@ def tune(
         report_progress(f"{threshold.field}: {value}")
     changed = []
     for name, tokens in sorted(timed):
-        plans = [Sm90(each).plan_layer(specs[name], tokens, multiprocessors) for each in (UNTUNED, tuning)]
+        plans = [Sm90(each).plan_layer(specs[name], tokens, multiprocessors) for each in (default, tuning)]
         if plans[0].choices != plans[1].choices:
             default_us, us = clock(name, tokens, plans)
             changed.append(TunedStep(layer=name, tokens=tokens, default_us=round(default_us, 2), us=round(us, 2)))

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.plan.gpu_tuning import GpuTuning, default_tuning
 from fp8moe_plugin.quoting import shown_text
 from fp8moe_plugin.settings import settings
 
@@ -69,12 +69,12 @@ def tuning_of(gpu: str) -> GpuTuning:
     """
     path = tuning_path()
     if path is None:
-        return UNTUNED
+        return default_tuning(gpu)
     found, named = read_tuning(path, gpu), f"FP8MOE_TUNING={shown_text(path)}"
     if isinstance(found, str):
         log_once(logging.WARNING, f"{named} is not used: {found}. Run `fp8moe-warmup tune` on this GPU")
-        return UNTUNED
-    log_once(logging.INFO, f"{named}: {tuning_text(found.tuning)}")
+        return default_tuning(gpu)
+    log_once(logging.INFO, f"{named}: {tuning_text(found)}")
     return found.tuning
 
 
@@ -109,10 +109,10 @@ def _parsed(kind: type[Kind], content: bytes, path: Path) -> Kind:
         ) from error
 
 
-def tuning_text(tuning: GpuTuning) -> str:
-    """Returns the values of a tuning in one line, with the defaults of those that differ."""
-    defaults = asdict(UNTUNED)
+def tuning_text(file: TuningFile) -> str:
+    """Returns the values of a file in one line, with the defaults of those that differ."""
+    defaults = asdict(default_tuning(file.gpu))
     return ", ".join(
         f"{name} {value}" + (f" (default {defaults[name]})" if value != defaults[name] else "")
-        for name, value in asdict(tuning).items()
+        for name, value in asdict(file.tuning).items()
     )

@@ -15,7 +15,7 @@ from fp8moe_plugin.plan.tuning import (
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class GpuTuning:
-    """The values for a kind of GPU. The defaults were measured on an H200; see the constants of these names."""
+    """The values for a kind of GPU. Those here were measured on an H200; see the constants of these names."""
 
     few_rows_per_expert: NonNegativeInt = FEW_ROWS_PER_EXPERT
     packed_few_rows_per_expert: NonNegativeInt = PACKED_FEW_ROWS_PER_EXPERT
@@ -26,3 +26,12 @@ class GpuTuning:
 
 
 UNTUNED = GpuTuning()
+# By name: what `fp8moe-warmup tune` found on them, see docs/tuning.md.
+OF_GPUS = {
+    "NVIDIA H100 80GB HBM3": GpuTuning(few_rows_per_expert=1, packed_small_batch_bytes=2**29, early_below=384),
+}
+
+
+def default_tuning(gpu: str) -> GpuTuning:
+    """Returns the values for a GPU of this name without FP8MOE_TUNING."""
+    return OF_GPUS.get(gpu, UNTUNED)

@@ -1,5 +1,6 @@
 """The thresholds that are chosen from measured times. The times here are made up."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.launches.backend import Plan
 from fp8moe_plugin.launches.backends import BACKENDS
-from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.plan.gpu_tuning import OF_GPUS, UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
 
@@ -24,13 +25,13 @@ QWEN3 = "Qwen3-30B-A3B"
 PREFIXES = {FP8_BLOCK: "", PACKED_MXFP4: "packed_"}  # of the thresholds of a format
 
 
-def tuned(us: Callable[[str, int, object], float]) -> tune.Tuned:
+def tuned(us: Callable[[str, int, object], float], default: GpuTuning = UNTUNED) -> tune.Tuned:
     """Returns the tuning for a GPU on which a step of a layer by a plan takes so many microseconds."""
 
     def clock(name: str, tokens: int, plans: Sequence[Plan]) -> list[float]:
         return [us(name, tokens, plan.choices) for plan in plans]
 
-    return tune.tune(LAYERS, SMS, clock, lambda line: None)
+    return tune.tune(LAYERS, SMS, default, clock, lambda line: None)
 
 
 def rows_per_expert(name: str, tokens: int) -> int:
@@ -44,8 +45,8 @@ def is_few(plan: object) -> bool:
 
 def test_each_threshold_has_steps_and_its_default() -> None:
     assert {threshold.field for threshold in THRESHOLDS} == asdict(UNTUNED).keys()
-    for threshold in THRESHOLDS:
-        assert getattr(UNTUNED, threshold.field) in threshold.values
+    for threshold, default in itertools.product(THRESHOLDS, (UNTUNED, *OF_GPUS.values())):
+        assert getattr(default, threshold.field) in threshold.values
         ends = [GpuTuning(**{threshold.field: value}) for value in (threshold.values[0], threshold.values[-1])]
         assert any(
             len({BACKENDS[SM90].tuned(end).plan_layer(spec, tokens, SMS).choices for end in ends}) == 2
@@ -54,9 +55,10 @@ def test_each_threshold_has_steps_and_its_default() -> None:
         )
 
 
-def test_times_that_do_not_differ_leave_the_defaults() -> None:
-    found = tuned(lambda name, tokens, plan: float(tokens))
-    assert found.tuning == UNTUNED
+@pytest.mark.parametrize("default", [UNTUNED, *OF_GPUS.values()])
+def test_times_that_do_not_differ_leave_the_defaults(default: GpuTuning) -> None:
+    found = tuned(lambda name, tokens, plan: float(tokens), default)
+    assert found.tuning == default
     assert found.steps == 96
     assert found.changed == []
 

@@ -19,14 +19,14 @@ from fp8moe_plugin.launches.tuning_file import TuningFile, tuning_of
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.ops import devices
 from fp8moe_plugin.plan import tuning
-from fp8moe_plugin.plan.gpu_tuning import UNTUNED, GpuTuning
+from fp8moe_plugin.plan.gpu_tuning import OF_GPUS, UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import HOPPER, SM90
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, plan_layer
 from fp8moe_plugin.plan.sm90.push import plan_push
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, MoeShape
 from tests import helpers as h
 
-H200 = "NVIDIA H200"
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 TUNED = GpuTuning(few_rows_per_expert=56, small_batch_bytes=0, early_below=96, spare_multiprocessors=0)
 WIDE, NARROW = LayerSpec(MoeShape(8, 7168, 2048, 256, 256)), LayerSpec(MoeShape(8, 7168, 256, 256, 256))
 
@@ -55,6 +55,14 @@ def test_the_defaults_are_the_constants() -> None:
     assert asdict(UNTUNED) == {name: getattr(tuning, name.upper()) for name in asdict(UNTUNED)}
     assert BACKENDS[SM90].tuning == UNTUNED
     assert tuning_of(H200) == UNTUNED
+
+
+def test_an_h100_has_defaults_of_its_own(path: Path) -> None:
+    assert tuning_of(H100) == OF_GPUS[H100] != UNTUNED
+    path.write_text(json.dumps(content(gpu=H100)))
+    assert tuning_of(H100) == TUNED
+    with h.environment("FP8MOE_TUNING", ""):
+        assert tuning_of(H100) == OF_GPUS[H100]
 
 
 def test_a_file_for_this_gpu_is_used_and_logged(path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
