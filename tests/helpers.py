@@ -308,14 +308,16 @@ def moe_kernels(ue8m0: bool, arrival: Arrival = Arrival.STANDARD) -> list[Kernel
     return list(BACKENDS[SM90].layer_kernels(layer_spec(ue8m0), arrival))
 
 
-def linear_kernels(ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_BLOCK) -> list[KernelKey]:
+def linear_kernels(
+    ue8m0: bool, target: str = SM90, weights: WeightFormat = FP8_BLOCK, biased: bool = False
+) -> list[KernelKey]:
     """Returns the kernels that a dense layer loads."""
-    return list(BACKENDS[target].dense_kernels(ue8m0, weights))
+    return list(BACKENDS[target].dense_kernels(ue8m0, weights, biased))
 
 
 def loaded_kernels(model: Model, target: str = SM90, arrivals: Iterable[Arrival] = tuple(Arrival)) -> set[KernelKey]:
     """Returns the kernels that a model's layers load where rows arrive in one of these ways."""
-    found = set(linear_kernels(model.ue8m0, target, model.dense_weights))
+    found = set(linear_kernels(model.ue8m0, target, model.dense_weights, model.dense_bias))
     for activation, arrival in itertools.product(model.activations, arrivals):
         spec = layer_spec(model.ue8m0, model.weights, activation)._replace(bias=model.gpt_oss)
         found |= set(BACKENDS[target].layer_kernels(spec, arrival))
@@ -372,9 +374,10 @@ def force_dense(patch: pytest.MonkeyPatch, plan: Callable[[int, int, int], Dense
         multiprocessors: int,
         batch_invariant: bool,
         weights: WeightFormat = FP8_BLOCK,
+        biased: bool = False,
     ) -> Plan:
         found = plan(m, n, multiprocessors)
-        found = replace(found, kernel=dense_variant(found.kernel, weights))
+        found = replace(found, kernel=dense_variant(found.kernel, weights, biased and not found.is_grouped))
         return Plan(None, 0, functools.partial(dense_launches, found), adds_bias=not found.is_grouped)
 
     patch.setattr(Sm90, "plan_dense", planned)

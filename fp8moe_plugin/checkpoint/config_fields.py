@@ -107,6 +107,9 @@ class Config(BaseModel):
     index_head_dim: Count = 0
     indexer_types: Names | None = None
     attn_output_gate: bool | None = None
+    attention_bias: bool | None = Field(
+        None, validation_alias=AliasChoices("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias")
+    )
     # Of DeepSeek-V4. Tokens of a layer that share an entry of the cache; 0: the layer has a sliding window only.
     compress_ratios: Annotated[list[Count], Field(max_length=2 * MAX_LAYERS)] | None = None
     o_groups: Size | None = None
@@ -134,6 +137,11 @@ class Config(BaseModel):
     swiglu_beta: Number | None = None
 
     quantization_config: dict[str, Any] | None = None
+
+    @property
+    def dense_bias(self) -> bool:
+        """Whether some dense layers have a bias."""
+        return self.model_type == "qwen2_moe" if self.attention_bias is None else self.attention_bias
 
     @property
     def layers(self) -> range:

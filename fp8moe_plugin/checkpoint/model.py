@@ -116,6 +116,7 @@ def _model(
         quantized=not spec.online,
         weights=spec.weights,
         dense_weights=spec.dense,
+        dense_bias=config.dense_bias and bool(dense),
         indexer=_indexer(config),
         cache=_cache(config, spec),
         plain=plain,

@@ -90,6 +90,7 @@ class Model:
     indexer: Indexer | None = None
     weights: WeightFormat = FP8_BLOCK  # of the quantized experts
     dense_weights: WeightFormat = FP8_BLOCK  # of the quantized dense layers
+    dense_bias: bool = False  # whether some of them have a bias
     activations: tuple[Activation, ...] = (SILU,)  # of the quantized experts; that of most layers first
     gpt_oss: bool = False  # experts have biases, and their hidden size is padded to whole scale blocks
     # Memory depends on these fields, but no kernel and no split does.

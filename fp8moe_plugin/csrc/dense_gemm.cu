@@ -12,7 +12,7 @@
 //                 longer if TMA fills in rows past the end, or loads several boxes
 //       b_map     boxes of `tile_n` rows: 16, 32, 64, 96, 112, 128, 144, 160, 176 or 192
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
-//       bias      bfloat16 [N], added to the sums, or null
+//       bias      BIAS: bfloat16 [N], added to the sums
 // Out:  d         bfloat16 [m, N]
 //
 // Grid: any number of thread blocks, one per SM; each computes every gridDim.x-th tile. With PDL it loads weights while
@@ -241,11 +241,11 @@ DEVICE void multiply_tiles(const Operands& in, u16* d) {
         int row = tiles.row(), column = tiles.column(), columns = min(kTileN, in.n - column);
         Fragment<kTileN> sum;
         copy_row_scales(shared.row_scales(warp / 4), in.weight_scales + column, columns);
-        if (in.bias) copy_dense_bias(shared.bias(warp / 4), in.bias + column, columns);
+        copy_dense_bias(shared.bias(warp / 4), in.bias + column, columns);
         multiply(shared, ring, in.k_blocks, warp / 4, 128 - column % 128, sum);
-        await_row_values(warp / 4, in.bias);
+        await_row_values(warp / 4);
         scale_columns(shared.row_scales(warp / 4), sum);
-        if (in.bias) add_dense_bias(shared.bias(warp / 4), sum);
+        add_dense_bias(shared.bias(warp / 4), sum);
         store(shared, warp / 4, d, in, row, column, sum);
     }
 }
@@ -253,7 +253,7 @@ DEVICE void multiply_tiles(const Operands& in, u16* d) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_tail_map,
                const __grid_constant__ TensorMap b_map, const float* a_scales, int a_scale_k_stride,
-               const WeightScale* b_scales, u16* d, int m, int n, int k, const u16* bias, int tile_n) {
+               const WeightScale* b_scales, u16* d, int m, int n, int k, int tile_n, const u16* bias) {
     let_next_kernel_start();
     const Operands in{&a_map, &a_tail_map, &b_map, a_scales, b_scales, bias, a_scale_k_stride, m, n, k / kBlockK};
     switch (tile_n) {

@@ -7,7 +7,7 @@
 // In:   a_map     boxes of `tile_m` rows: 8, 16 or 32, the smallest that holds m
 //       b_map     boxes of 64 rows
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
-//       bias      bfloat16 [N], added to the sums of the first split, or null
+//       bias      BIAS: bfloat16 [N], added to the sums of the first split
 // Out:  d         bfloat16 [m, N]
 //
 // Grid: ceil(N / 64) clusters of `splits` thread blocks, at most K / 128. With PDL it loads weights while the previous
@@ -104,16 +104,16 @@ DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
             return min(share.column + int(warp_row(threadIdx.x) + lane_row(threadIdx.x)) + row_offset(i), in.n - 1);
         };
         const RowScales<2> scales(in.weight_scales, weight_row);
-        const u16* bias = share.split == 0 ? in.bias : nullptr;
+        const bool adds_bias = kBias && share.split == 0;
         float biases[2];
-        if (bias)
-            for (int i = 0; i < 2; ++i) biases[i] = bf16_value(bias[weight_row(i)]);
+        if (adds_bias)
+            for (int i = 0; i < 2; ++i) biases[i] = bf16_value(in.bias[weight_row(i)]);
         cluster.wait();  // the other blocks have initialized their barriers
         Fragment<kTokens> sum[1];
         Ring<SharedMemory<kTokens>::kStages> ring;
         multiply_stages<kTokens>(shared, ring, share.steps, 0, 0, sum);
         scales.scale(sum);  // each split: the threads that add them up have other rows
-        if (bias)
+        if (adds_bias)
             for (int e = 0; e < kTokens / 2; ++e) sum[0][e] += biases[row_index(e)];
         cluster.send(sum[0]);
         cluster.store(d, in.n, share.column);
@@ -123,7 +123,7 @@ DEVICE void multiply_columns(const Operands& in, u16* d, int splits) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dense_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                         const float* a_scales, int a_scale_k_stride, const WeightScale* b_scales, u16* d, int m, int n,
-                        int k, const u16* bias, int tile_m, int splits) {
+                        int k, int tile_m, int splits, const u16* bias) {
     let_next_kernel_start();
     const Operands in{&a_map, &b_map, a_scales, b_scales, bias, a_scale_k_stride, m, n, k / kBlockK};
     switch (tile_m) {

@@ -8,7 +8,7 @@
 //
 // In:   a_map     boxes of 128 rows of A;    b_map  boxes of TILE_N / CLUSTER rows of weights
 //       a_scales  float32, rows contiguous, (row, k block) at row + k * a_scale_k_stride; b_scales  [N / 128, K / 128]
-//       bias      bfloat16 [N], added to the sums, or null
+//       bias      BIAS: bfloat16 [N], added to the sums
 // Out:  d         bfloat16 [m, N];    d_map  the same in boxes of 64 rows by 64 columns
 //
 // Grid: a multiple of CLUSTER thread blocks, at most one per SM; each cluster computes every n-th pair of tiles. It may
@@ -249,14 +249,14 @@ DEVICE void multiply_tiles(SharedMemory shared, const Operands& in, const Result
         u32 row_scales = shared.at<StagedRowScales>(warpgroup * TILE_N);
         u32 bias = shared.at<StagedDenseBias>(warpgroup * TILE_N / 2);
         copy_row_scales(row_scales, in.weight_scales + column, columns);
-        if (in.bias) copy_dense_bias(bias, in.bias + column, columns);
+        copy_dense_bias(bias, in.bias + column, columns);
         multiply_from<kColumnStep>(shared, ring, first, in.k_blocks, 128 - column % 128, sum);
         tiles.advance();
-        await_row_values(warpgroup, in.bias);
+        await_row_values(warpgroup);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             scale_columns(row_scales + half * kHalfN * 4, sum[half]);
-            if (in.bias) add_dense_bias(bias + half * kHalfN * 2, sum[half]);
+            add_dense_bias(bias + half * kHalfN * 2, sum[half]);
         }
         store(shared, out, warpgroup, row, min(rows, kWarpgroupM), column, sum);
     }

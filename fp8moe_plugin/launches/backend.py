@@ -27,7 +27,7 @@ class Plan:
     launches: Callable[..., Sequence[Launch]]  # takes addresses; each `plan_` method of `Backend` lists them
     starts_before_ids: bool = False  # a layer's first kernel may start (PDL) before the ids are written
     gathers: bool = False  # GEMM 1 of batched experts takes row-major scales and the numbers of its rows
-    adds_bias: bool = False  # a dense GEMM adds the bias of its weights
+    adds_bias: bool = False  # a dense GEMM with a bias adds it
 
 
 @functools.lru_cache(maxsize=PLANS)
@@ -78,8 +78,8 @@ class Backend(Protocol):
         """
         ...
 
-    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK) -> KernelSet:
-        """Returns every kernel that a dense layer with weights in this format may launch."""
+    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK, biased: bool = False) -> KernelSet:
+        """Returns every kernel that dense layers with weights in this format may launch; `biased`: some have a bias."""
         ...
 
     def batched_dense_kernels(self) -> KernelSet:
@@ -124,6 +124,7 @@ class Backend(Protocol):
         multiprocessors: int,
         batch_invariant: bool,
         weights: WeightFormat = FP8_BLOCK,
+        biased: bool = False,
     ) -> Plan:
         """Returns the plan of a dense GEMM; launches take a, b, and addresses of out and of an addend (0 for none).
 

@@ -29,7 +29,7 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
             standard one have no kernels then, and a layer refuses them.
     """
     backend, experts, indexer = BACKENDS[target], model.experts, model.indexer
-    found = backend.dense_kernels(model.ue8m0, model.dense_weights)
+    found = backend.dense_kernels(model.ue8m0, model.dense_weights, model.dense_bias)
     if any(layer.groups > 1 for layer in model.dense):
         found = backend.batched_dense_kernels() | found
     forms = [model, replace(model, weights=FP8_BLOCK)] if model.unknown_format else [model]
@@ -57,6 +57,6 @@ def all_kernels(target: str = SM90) -> list[KernelKey]:
     computed = [pair for pair in itertools.product(specs, Arrival) if not backend.refusal(*pair)]
     layers = [backend.layer_kernels(*pair) for pair in computed]
     formats = [weights for weights in FORMATS if not dense_kind_refusal(weights)]
-    dense = [backend.dense_kernels(*kind) for kind in itertools.product(scales, formats)]
+    dense = [backend.dense_kernels(*kind, biased=True) for kind in itertools.product(scales, formats)]
     indexers = [backend.indexer_kernels(heads, HEAD_DIMS[0]) for heads in MQA_HEADS]
     return list(dict.fromkeys(itertools.chain(*layers, *dense, backend.op_kernels(), *indexers)))

@@ -100,7 +100,8 @@ def _compute(
         out.view(rows, n).copy_(product if bias is None else product + bias)
         return
     sizes = rows, n, k
-    plan = device.backend.plan_dense(*sizes, Output.BF16, device.multiprocessors, batch_invariant(), weights)
+    options = batch_invariant(), weights, bias is not None
+    plan = device.backend.plan_dense(*sizes, Output.BF16, device.multiprocessors, *options)
     run, nbytes = prepared_linear(device, plan, *sizes, ue8m0, weights)
     scratch = workspace.scratch(nbytes, x)
     run((*addresses, out.data_ptr(), scratch.data_ptr()))

@@ -68,7 +68,7 @@ PARAMETERS = {
     ),
     "dense_gemm": _signature(
         "map a_map, map a_tail_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
-        "int m, int n, int k, pointer bias, int tile_n"
+        "int m, int n, int k, int tile_n, pointer bias"
     ),
     "dense_gemm_many_rows": _signature(
         "map a_map, map b_map, map d_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
@@ -76,7 +76,7 @@ PARAMETERS = {
     ),
     "dense_gemm_few_rows": _signature(
         "map a_map, map b_map, pointer a_scales, int a_scale_k_stride, pointer b_scales, pointer d, "
-        "int m, int n, int k, pointer bias, int tile_m, int splits"
+        "int m, int n, int k, int tile_m, int splits, pointer bias"
     ),
     "down_small_batch": _signature(
         "map w_map, map q_map, pointer w_scales, pointer scales, pointer tokens_written, pointer ids, "

@@ -153,7 +153,20 @@ def test_published_models(tmp_path, name):
     model = read_model(describe(tmp_path, config))
     assert {layer.name: layer for layer in model.dense} == {layer.name: layer for layer in dense}
     indexer = Indexer(64, 128) if name == "DeepSeek-V3.2-Exp" else None
-    assert model == Model(config["architectures"][0], Experts(*experts), model.dense, *sizes, *scales, indexer)
+    expected = Model(config["architectures"][0], Experts(*experts), model.dense, *sizes, *scales, indexer)
+    assert model == replace(expected, dense_bias=name.startswith("GLM"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "biased"), [({}, True), ({"qkv_bias": False}, False), ({"qkv_bias": True}, True)], ids=str
+)
+def test_a_bias_of_dense_layers(tmp_path, fields, biased):
+    write_checkpoint(tmp_path, PRESETS["qwen3_moe", "tiny"], fp8=True)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "qwen2_moe"}
+    config.pop("attention_bias", None)
+    path.write_text(json.dumps(config | fields))
+    assert read_model(tmp_path).dense_bias is biased
 
 
 def test_every_published_config_is_tested():

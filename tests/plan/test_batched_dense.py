@@ -17,7 +17,7 @@ def test_several_groups_launch_their_kernels_and_nothing_else(monkeypatch):
 
 def test_one_group_is_a_dense_layer(monkeypatch):
     device = launched(monkeypatch, (1,), (1, 30, 300, 5000))
-    assert device.keys <= set(dense_kernels(True, FP8_BLOCK))
+    assert device.keys <= set(dense_kernels(True, FP8_BLOCK, biased=False))
 
 
 def launched(monkeypatch, groups, tokens):

@@ -296,7 +296,7 @@ def test_linear(gen: torch.Generator, weights: WeightFormat) -> None:
     x, weight = h.random_tokens(gen, 3, 4, HIDDEN), h.random_weights(gen, 72, HIDDEN, weights=weights)
     bias = torch.randn(72).bfloat16()
     expected, actual, device = both(ops.fp8_linear, x, *weight, bias, ue8m0=True)
-    assert h.relative_l2(actual, expected) <= MOST_ERROR
+    assert h.relative_l2(actual, expected) <= 2**-8  # this result is rounded before the bias is added, too
     assert sources(device) == ["quantize", "gemm"]
 
 

@@ -48,8 +48,8 @@ class Sm90:
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         return kernel_sets.layer_kernels(spec, arrival)
 
-    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK) -> KernelSet:
-        return kernel_sets.dense_kernels(ue8m0, weights)
+    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK, biased: bool = False) -> KernelSet:
+        return kernel_sets.dense_kernels(ue8m0, weights, biased)
 
     def batched_dense_kernels(self) -> KernelSet:
         return kernel_sets.batched_dense_kernels()
@@ -87,8 +87,9 @@ class Sm90:
         multiprocessors: int,
         batch_invariant: bool,
         weights: WeightFormat = FP8_BLOCK,
+        biased: bool = False,
     ) -> Plan:
-        plan = dense.plan_dense(m, n, k, output, multiprocessors, batch_invariant, weights)
+        plan = dense.plan_dense(m, n, k, output, multiprocessors, batch_invariant, weights, biased)
         return Plan(plan, 0, functools.partial(dense_launches, plan), adds_bias=not plan.is_grouped)
 
     def quantize_launch(self, ue8m0: bool, x: Address, out: Rows, row_major: bool = False) -> Launch:

@@ -41,7 +41,7 @@ class Triton:
     def layer_kernels(self, spec: LayerSpec, arrival: Arrival) -> KernelSet:
         return kernel_sets.layer_kernels(self.target, spec, arrival)
 
-    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK) -> KernelSet:
+    def dense_kernels(self, ue8m0: bool, weights: WeightFormat = FP8_BLOCK, biased: bool = False) -> KernelSet:
         return kernel_sets.dense_kernels(self.target, ue8m0, weights)
 
     def batched_dense_kernels(self) -> KernelSet:
@@ -80,6 +80,7 @@ class Triton:
         multiprocessors: int,
         batch_invariant: bool,
         weights: WeightFormat = FP8_BLOCK,
+        biased: bool = False,
     ) -> Plan:
         f32 = output == Output.F32_DIRECT
         plan = plans.plan_dense(self.target, m, n, f32, multiprocessors, batch_invariant, weights)

@@ -106,7 +106,9 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             CheckpointError: a tensor is missing or holds NaN.
         """
         self.quant_config.loads.check_layer(self, layer)
-        keys = kernels_backend(layer.weight).dense_kernels(self.quant_config.ue8m0, self.quant_config.spec.dense)
+        biased = getattr(layer, "bias", None) is not None
+        config = self.quant_config
+        keys = kernels_backend(layer.weight).dense_kernels(config.ue8m0, config.spec.dense, biased)
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

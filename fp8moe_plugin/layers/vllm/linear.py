@@ -123,7 +123,8 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
-        keys = kernels_backend(layer.weight).dense_kernels(self.ue8m0, self.weights)
+        biased = getattr(layer, "bias", None) is not None
+        keys = kernels_backend(layer.weight).dense_kernels(self.ue8m0, self.weights, biased)
         metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
         if getattr(layer, "is_bmm", False):  # set after the layer is made
             serve_batched_product(self.prefix, layer.weight, layer.bmm_batch_size, self.warmup)

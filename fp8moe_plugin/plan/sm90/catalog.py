@@ -149,7 +149,7 @@ def _gate_up_macros(spec: LayerSpec) -> tuple[tuple[str, int], ...]:
 
 
 def _weight_macros(weights: WeightFormat, bias: bool) -> tuple[tuple[str, int], ...]:
-    """Returns the macros for what experts' weights are; BIAS is one only if there is a bias."""
+    """Returns the macros for what weights are; BIAS is one only if there is a bias."""
     return *WEIGHT_MACROS[weights], *((("BIAS", 1),) if bias else ())
 
 
@@ -254,9 +254,9 @@ def dense_gemm_few_rows_key() -> KernelKey:
     return KernelKey("dense_gemm_few_rows", (), 192, SMEM_BYTES)
 
 
-def dense_variant(key: KernelKey, weights: WeightFormat) -> KernelKey:
-    """Returns the variant of a dense GEMM's kernel, which reads block FP8, that reads weights in this format."""
-    return replace(key, defines=(*key.defines, *WEIGHT_MACROS[weights]))
+def dense_variant(key: KernelKey, weights: WeightFormat, biased: bool = False) -> KernelKey:
+    """Returns the variant of a dense GEMM's kernel for weights in this format, where `biased` with a bias."""
+    return replace(key, defines=(*key.defines, *_weight_macros(weights, biased)))
 
 
 # ---- gradients of weights --------------------------------------------------------------------------------------------

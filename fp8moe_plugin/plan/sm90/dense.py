@@ -51,7 +51,7 @@ class DensePlan:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether grouped_gemm computes it. Only other kernels start before rows are quantized (PDL) and add a bias."""
+        """Whether grouped_gemm computes it. Only other kernels start before rows are quantized (PDL) or add a bias."""
         return self.kernel.source == "grouped_gemm"
 
 
@@ -63,6 +63,7 @@ def plan_dense(
     multiprocessors: int = MULTIPROCESSORS,
     batch_invariant: bool = False,
     weights: WeightFormat = FP8_BLOCK,
+    biased: bool = False,
 ) -> DensePlan:
     """Returns the plan of a GEMM of `[m, k]` activations and `[n, k]` weights.
 
@@ -72,10 +73,11 @@ def plan_dense(
     Args:
         multiprocessors: of the GPU.
         batch_invariant: never splits K.
-        weights: their format, BF16 only; it decides which variant of a kernel runs, and nothing else.
+        weights, biased: their format, and whether there is a bias, BF16 only; they decide which variant of a kernel
+            runs, and nothing else. grouped_gemm adds no bias.
     """
     plan = _plan_blocks(m, n, k, output, multiprocessors, batch_invariant)
-    return replace(plan, kernel=dense_variant(plan.kernel, weights))
+    return replace(plan, kernel=dense_variant(plan.kernel, weights, biased and not plan.is_grouped))
 
 
 def _plan_blocks(m: int, n: int, k: int, output: Output, multiprocessors: int, batch_invariant: bool) -> DensePlan:

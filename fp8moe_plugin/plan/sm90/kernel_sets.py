@@ -167,10 +167,9 @@ def _routing_kernels(spec: LayerSpec) -> KernelSet:
     }
 
 
-def dense_kernels(ue8m0: bool, weights: WeightFormat) -> KernelSet:
-    """Returns every kernel that a dense layer may launch, with its reason."""
+def dense_kernels(ue8m0: bool, weights: WeightFormat, biased: bool) -> KernelSet:
+    """Returns every kernel that a dense layer may launch, with its reason; where `biased`, with a bias and without."""
     gemms: KernelSet = {
-        grouped_gemm_key(Output.BF16): "dense GEMMs: prefill",
         dense_gemm_few_rows_key(): f"dense GEMMs with few columns in steps of up to {DENSE_FEW_TILE_ROWS[-1]} tokens",
     }
     for tile_rows in DENSE_TILE_ROWS:
@@ -182,8 +181,11 @@ def dense_kernels(ue8m0: bool, weights: WeightFormat) -> KernelSet:
         gemms[dense_gemm_many_rows_key(tile_n)] = (
             f"dense GEMMs in steps of more than {DENSE_ROWS} tokens: prefill, tiles of {tile_n} columns"
         )
-    quantize = {quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers"}
-    return {dense_variant(key, weights): reason for key, reason in gemms.items()} | quantize
+    found = {dense_variant(grouped_gemm_key(Output.BF16), weights): "dense GEMMs: prefill"}
+    found |= {dense_variant(key, weights): reason for key, reason in gemms.items()}
+    if biased:
+        found |= {dense_variant(key, weights, biased): f"{reason}, with a bias" for key, reason in gemms.items()}
+    return found | {quantize_key(ue8m0, Layout.K_MAJOR): "quantization of the activations of dense layers"}
 
 
 def batched_dense_kernels() -> KernelSet:
