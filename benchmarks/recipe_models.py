@@ -32,6 +32,7 @@ PARTLY_KNOWN = (
     "Which of its layers are unquantized was not read from the published file: bytes of weights may differ a little."
 )
 LAYERS = "models_layer-2026-11-26"
+MORE_LAYERS = "models_layer-h100-2026-11-28"
 RECIPES = (
     Recipe(
         "deepseek-v3", "DeepSeek-V3, V3.1 and R1", "DeepSeek-V3", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3, R1, V3.1",
@@ -56,6 +57,7 @@ RECIPES = (
     Recipe(
         "glm-5", "GLM-5, 5.1 and 5.2", "GLM-5.2-FP8", "zai-org/GLM-5.2-FP8", "GLM-5, 5.1, 5.2",
         "With DeepSeek's sparse attention.",
+        (Measured(MORE_LAYERS, "GLM-5.2-FP8", H100_LAYER),),
     ),
     Recipe(
         "glm-5.3-flash", "GLM-5.3-Flash", "GLM-5.3-Flash", "zai-org/GLM-5.3-Flash", "GLM-5.3-Flash",
@@ -80,6 +82,7 @@ RECIPES = (
     Recipe(
         "minimax-m2", "MiniMax-M2 to M2.7", "MiniMax-M2.7", "MiniMaxAI/MiniMax-M2.7", "MiniMax-M2 to M2.7",
         "There is no shared expert.",
+        (Measured(MORE_LAYERS, "MiniMax-M2.7", H100_LAYER),),
     ),
     Recipe(
         "gpt-oss", "gpt-oss-120b", "gpt-oss-120b", "openai/gpt-oss-120b", "gpt-oss-120b, gpt-oss-20b",

@@ -405,6 +405,7 @@ TABLES = {
     "layer": Table(("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"), layers),
     "layer-h100": Table(("moe_layer-h100-2026-11-26",), layers),
     "models-h100": Table(("models_layer-2026-11-26",), models),
+    "more-models-h100": Table(("models_layer-h100-2026-11-28",), models),
     "models-h200": Table(("models_layer-2026-11-27",), models),
     "mxfp4-layers": Table(("mxfp4_layer-2026-11-27",), mxfp4_layers),
     "mxfp4-layers-h100": Table(("mxfp4_layer-h100-2026-11-27",), mxfp4_peers),
