@@ -112,6 +112,8 @@ class Config(BaseModel):
     )
     # Of DeepSeek-V4. Tokens of a layer that share an entry of the cache; 0: the layer has a sliding window only.
     compress_ratios: Annotated[list[Count], Field(max_length=2 * MAX_LAYERS)] | None = None
+    index_source_layer_ids: Counts | None = None  # layers with an indexer of their own (V4.1)
+    kv_source_layer_ids: Counts | None = None  # layers with a compressed cache of their own (V4.1)
     o_groups: Size | None = None
     o_lora_rank: Size | None = None
     num_hash_layers: Count = 0

@@ -1,6 +1,7 @@
-"""DeepSeek-V4: its layers and its cache. Names, fusion and splits follow vLLM's model.
+"""DeepSeek-V4 and V4.1: their layers and caches. Names, fusion and splits follow vLLM's models.
 
-All layers have experts. In most layers, attention reads a cache in which an entry stands for 4 or 128 tokens.
+All layers have experts. In most layers, attention reads a cache in which an entry stands for 4 or 128 tokens; in V4.1
+for 1 or 2, and layers share caches and indexers. V4.1's n-gram tables (Engram) and draft layers (DSpark) are not known.
 """
 
 import functools
@@ -15,13 +16,18 @@ from fp8moe_plugin.checkpoint.layer_kinds import experts_width, same
 from fp8moe_plugin.checkpoint.shapes import Dense, Model, Replicated, Split
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.quoting import shown
 from fp8moe_plugin.settings import NAME
 
-MODEL_TYPE = "deepseek_v4"
+V4_1 = ("deepseek_v41", "deepseek_v41_text")
 NEEDED = ("compress_ratios", "o_groups", "o_lora_rank", "q_lora_rank", "head_dim")
 WINDOW, SPARSE, COARSE = 0, 4, 128  # tokens of an entry; layers with 4 have an indexer
+RATIOS = {  # by model type
+    "deepseek_v4": (WINDOW, SPARSE, COARSE),
+    **dict.fromkeys(V4_1, (WINDOW, 1, 2)),
+}
 WINDOW_TOKENS = 128
 ENTRY_BYTES = 584  # 448 channels in FP8, 64 in BF16 and 8 bytes of scales: vLLM's only layout on Hopper
 RENAMED = {  # in lists of unquantized layers; the first as vLLM's mapper does
@@ -32,8 +38,8 @@ RENAMED = {  # in lists of unquantized layers; the first as vLLM's mapper does
 
 
 def has(fields: Mapping[str, Any]) -> bool:
-    """Returns whether the language model that these fields of config.json describe is a DeepSeek-V4."""
-    return fields.get("model_type") == MODEL_TYPE
+    """Returns whether the language model that these fields of config.json describe is a DeepSeek-V4 or V4.1."""
+    return fields.get("model_type") in [*RATIOS]  # the field is unchecked, and may be of any type
 
 
 def engine_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -48,7 +54,7 @@ def scale_names(spec: QuantSpec) -> tuple[str, ...]:
 
 def check_format(fields: Mapping[str, Any], spec: QuantSpec) -> None:
     """Raise `UnsupportedError` for a DeepSeek-V4 in FP8 without blocks, which the batched product `wo_a` needs."""
-    if has(fields) and spec.dense is not FP8_BLOCK:
+    if has(fields) and spec.dense is FP8_CHANNEL:
         raise UnsupportedError(
             f"The checkpoint's dense layers are {spec.dense.name}, but those of DeepSeek-V4 need {FP8_BLOCK.name}. "
             f"Serve it without --quantization {NAME}."
@@ -60,15 +66,15 @@ def check_fields(config: Config) -> None:
     for name in NEEDED:
         if getattr(config, name) is None:
             refuse(config.model_type, "config.json", f"{name} is missing")
-    ratios = config.compress_ratios or []
+    ratios, known = config.compress_ratios or [], RATIOS[config.model_type or ""]
     if len(ratios) < config.num_hidden_layers:
         problem = f"compress_ratios has {len(ratios)} entries for {config.num_hidden_layers} layers"
         refuse(config.model_type, "config.json", problem)
-    others = set(ratios) - {WINDOW, SPARSE, COARSE}
+    others = set(ratios) - {*known}
     if others:
         raise UnsupportedError(
-            f"The checkpoint's compress_ratios has {shown(sorted(others))}, but only {WINDOW}, {SPARSE} and {COARSE} "
-            f"are known. Serve it without --quantization {NAME}."
+            f"The checkpoint's compress_ratios has {shown(sorted(others))}, but only {known[0]}, {known[1]} "
+            f"and {known[2]} are known. Serve it without --quantization {NAME}."
         )
 
 
@@ -83,7 +89,7 @@ def dense_kinds(config: Config) -> Iterator[tuple[Dense, Sequence[int]]]:
     yield Dense("attn.wo_b", 0, o, (hidden,), Split.INPUTS), every
     for ratio in (SPARSE, COARSE):
         yield from _compressor("attn", config, head, ratio)
-    if sparse := _layers(config, SPARSE):
+    if sparse := _indexed(config):
         index = config.index_n_heads * config.index_head_dim
         yield Dense("attn.indexer.wq_b", 0, q, (index,), Split.NONE), sparse
         yield Dense("attn.indexer.weights_proj", 0, hidden, (config.index_n_heads,), Split.NONE), sparse
@@ -96,7 +102,7 @@ def dense_kinds(config: Config) -> Iterator[tuple[Dense, Sequence[int]]]:
 
 def completed(model: Model, config: Config) -> Model:
     """Returns the model with its cache, and the weights and sizes that only DeepSeek-V4 has."""
-    streams, sparse, layers, mtp = config.hc_mult or 1, _layers(config, SPARSE), len(config.layers), model.mtp_layers
+    streams, sparse, layers, mtp = config.hc_mult or 1, _indexed(config), len(config.layers), model.mtp_layers
     mixing = Replicated(
         "hc_attn_fn, hc_ffn_fn", layers, (2, streams * (2 + streams), streams * config.hidden_size), "F32", mtp
     )
@@ -117,20 +123,27 @@ def _cache(config: Config) -> KvCache:
     """Returns the cache of the main layers.
 
     The sizes are those of vLLM's code. They were not measured, and vLLM also pads the pages of several layers to one
-    size.
+    size. V4.1's lack the state of its compressors.
     """
-    head, index = config.head_dim or 0, config.index_head_dim
+    head, index, layers = config.head_dim or 0, config.index_head_dim, config.num_hidden_layers
     sparse, coarse = (len(_layers(config, ratio)) for ratio in (SPARSE, COARSE))
     key = index + 4  # in FP8, with a scale
     states = sparse * (_state_bytes(head, SPARSE) + _state_bytes(index, SPARSE)) + coarse * _state_bytes(head, COARSE)
+    windows = layers * WINDOW_TOKENS * ENTRY_BYTES
+    if config.model_type in V4_1:
+        owners = range(layers) if config.kv_source_layer_ids is None else config.kv_source_layer_ids
+        ratios = [ratio for i, ratio in enumerate((config.compress_ratios or [])[:layers]) if ratio and i in owners]
+        token_bytes = sum((ENTRY_BYTES + key) / ratio for ratio in ratios)
+        fewest = min(ratios, default=None)
+        return KvCache(layers, True, head, len(ratios), token_bytes, fewest, sequence_bytes=windows)
     return KvCache(
-        layers=config.num_hidden_layers,
+        layers,
         mla=True,
         elements=head,
         growing=sparse + coarse,
         token_bytes=sparse * (ENTRY_BYTES + key) / SPARSE + coarse * ENTRY_BYTES / COARSE,
         entry_tokens=SPARSE if sparse else COARSE if coarse else None,
-        sequence_bytes=config.num_hidden_layers * WINDOW_TOKENS * ENTRY_BYTES + states,
+        sequence_bytes=windows + states,
     )
 
 
@@ -150,6 +163,13 @@ def _state_bytes(channels: int, ratio: int) -> int:
 
 def _overlap(ratio: int) -> int:
     return 2 if ratio == SPARSE else 1  # each token is in two entries of 4
+
+
+def _indexed(config: Config) -> list[int]:
+    """Returns the layers with an indexer of their own."""
+    if config.model_type not in V4_1:
+        return _layers(config, SPARSE)
+    return sorted({i for i in config.index_source_layer_ids or () if i < config.num_hidden_layers})
 
 
 def _layers(config: Config, ratio: int) -> list[int]:

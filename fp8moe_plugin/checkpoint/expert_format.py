@@ -10,6 +10,7 @@ from fp8moe_plugin.checkpoint.untrusted import Limits, opened
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import MXFP4
+from fp8moe_plugin.formats.mxfp4 import NAMES as MXFP4_NAMES
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import shown
@@ -17,7 +18,7 @@ from fp8moe_plugin.settings import NAME
 
 FIELD = "expert_dtype"
 FP4_BY_DEFAULT = ("deepseek_v4", "deepseek_v41")  # model types
-FP8, MXFP4_NAMES = "fp8", ("fp4", "mxfp4")  # values of `expert_dtype`
+FP8 = "fp8"  # a value of `expert_dtype`
 FOUR_BITS = re.compile("fp4|float4", re.IGNORECASE)  # nvfp4, float4_e2m1fn_x2
 
 

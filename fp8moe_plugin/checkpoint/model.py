@@ -61,6 +61,8 @@ def _read(folder: Path) -> Model:
     gpt_oss.check_format(fields, spec)
     check_experts(fields, spec.unquantized, spec.online, spec.gpt_oss)
     config = parse_config(fields, description.file)
+    if config.model_type in deepseek_v4.V4_1:  # its draft layers have other experts, of sizes that are not known
+        config = config.model_copy(update={"num_nextn_predict_layers": 0})
     moe = moe_layers(config)
     suffixes = config.model_type in BY_SUFFIX
     unquantized = Unquantized(spec.unquantized, suffixes, description.nested, spec.online, spec.gpt_oss)
@@ -87,7 +89,7 @@ def _read(folder: Path) -> Model:
 def _model(
     config: Config, spec: QuantSpec, unquantized: Unquantized, moe: Sequence[int], served: Sequence[int]
 ) -> Model:
-    if is_v4 := config.model_type == deepseek_v4.MODEL_TYPE:
+    if is_v4 := config.model_type in deepseek_v4.RATIOS:
         deepseek_v4.check_fields(config)
     kinds = deepseek_v4.dense_kinds(config) if is_v4 else dense_kinds(config, moe)
     dense, plain = divided(config, kinds, unquantized)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fp8moe_plugin.checkpoint.shapes import begins_within_block, dense_refusal, experts_refusal, too_many_experts
 from fp8moe_plugin.formats.activation import Activation
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, FP8_BLOCK_32, GROUP
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
@@ -14,7 +14,7 @@ from fp8moe_plugin.settings import settings
 
 # Architectures whose classes in vLLM compute the scales of a rank's part of fused projections themselves (MiMo-V2.5).
 SPLITTING_SCALES = ("MiMoV2ForCausalLM", "MiMoV2MTPModel")
-ONLY_EXPERTS: tuple[WeightFormat, ...] = (PACKED_MXFP4,)  # formats in which kernels compute no dense layers
+NOT_DENSE: tuple[WeightFormat, ...] = (PACKED_MXFP4, FP8_BLOCK_32)  # formats in which kernels compute no dense layers
 
 
 class Server(Enum):
@@ -65,7 +65,7 @@ class ExpertsPart(NamedTuple):
 
 def dense_kind_refusal(weights: WeightFormat, kernels: str = "") -> str | None:
     """Returns why kernels of a backend do not compute dense layers in a format, or None if they do."""
-    if weights not in ONLY_EXPERTS:
+    if weights not in NOT_DENSE:
         return None
     return f"is {weights.name}, which the {kernels}kernels do not compute in dense layers"
 

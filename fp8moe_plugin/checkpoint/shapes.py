@@ -197,8 +197,8 @@ def begins_within_block(
     """
     if not weights.weight_block:
         return False
-    rows, sizes = weights.scales.block[0], outputs if split else outputs[:-1]
-    return any(size % rows for size in sizes) or bool(inputs != all_inputs and inputs % GROUP)
+    (rows, columns), sizes = weights.scales.block, outputs if split else outputs[:-1]
+    return any(size % rows for size in sizes) or bool(inputs != all_inputs and inputs % columns)
 
 
 def rank_dense(layer: Dense, parallel: Parallel) -> Dense:

@@ -6,6 +6,7 @@ Kernels read it packed, see fp8moe_plugin/ops/mxfp4.py.
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import TensorFormat, WeightFormat
 
+NAMES = ("fp4", "mxfp4")  # values of `expert_dtype`
 MXFP4 = WeightFormat(
     name="MXFP4",
     weight=TensorFormat("U8", ("U8", "I8", "F4"), block=(1, 2)),  # the low four bits are the first channel

@@ -6,10 +6,10 @@ from typing import Any
 from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.formats.compressed import METHOD as COMPRESSED
 from fp8moe_plugin.formats.compressed import is_compressed, parse_compressed
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, FP8_BLOCK_32
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.modelopt import cache_bits, parse_modelopt
-from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
+from fp8moe_plugin.formats.mxfp4 import MXFP4, NAMES, PACKED_MXFP4
 from fp8moe_plugin.formats.patterns import check_patterns
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.quoting import shown
@@ -22,7 +22,6 @@ SCALE_NAMES = tuple(dict.fromkeys(name for known in FORMATS for name in known.sc
 SCALE, COMPRESSED_SCALE = FP8_BLOCK.scale_names
 METHODS = ("fp8", "deepseek_v4_fp8")  # vLLM replaces the first by the second for DeepSeek-V4
 GPT_OSS_METHODS = ("mxfp4", "gpt_oss_mxfp4")  # likewise for gpt-oss
-WEIGHT_BLOCK = list(FP8_BLOCK.scales.block)
 E4M3 = ("e4m3", "float8_e4m3fn")
 STORED = ("store_dtype", "routed_experts_quant_method")  # must be absent
 
@@ -73,7 +72,9 @@ def parse_quantization(config: dict[str, Any]) -> QuantSpec:
     names = _names(config, "ignored_layers") or _names(config, "modules_to_not_convert")
     if config.get("weight_block_size") is None:
         return _by_row(config.get("activation_scheme") == "static", names)
-    return QuantSpec(FP8_BLOCK, ue8m0=config.get("scale_fmt") == "ue8m0", unquantized=names)
+    weights = _in_blocks(config)
+    assert weights  # see `_check_scheme`
+    return QuantSpec(weights, ue8m0=config.get("scale_fmt") == "ue8m0", unquantized=names, dense=weights)
 
 
 def recoded(spec: QuantSpec, stored: WeightFormat) -> QuantSpec:
@@ -82,12 +83,22 @@ def recoded(spec: QuantSpec, stored: WeightFormat) -> QuantSpec:
     Raises:
         UnsupportedError: they cannot be re-encoded to that of `spec`.
     """
-    if spec.weights is not FP8_BLOCK:
+    if spec.weights not in (FP8_BLOCK, FP8_BLOCK_32):
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's experts are {stored.name}, but its other layers are not "
             f"{FP8_BLOCK.name}. Remove --quantization to let the engine choose the method."
         )
     return replace(spec, weights=FORMS_OF_MXFP4[settings().fp4_experts], recoded_from=stored)
+
+
+def _in_blocks(config: dict[str, Any]) -> WeightFormat | None:
+    """Returns the format of dense layers in FP8 by block, or None if it is not supported.
+
+    Blocks of 32x32 are supported beside experts in MXFP4 (DeepSeek-V4.1): only the dense layers are then the engine's.
+    """
+    block, packed = config.get("weight_block_size"), config.get("expert_dtype") in NAMES
+    known = (FP8_BLOCK, FP8_BLOCK_32) if packed else (FP8_BLOCK,)
+    return next((one for one in known if isinstance(block, list | tuple) and list(block) == one.weight_block), None)
 
 
 def _by_row(input_scales: bool, unquantized: tuple[str, ...]) -> QuantSpec:
@@ -103,7 +114,7 @@ def _check_scheme(config: dict[str, Any]) -> None:
             f"--quantization {NAME}: the checkpoint's quant_method is {shown(method)}, but only 'fp8' is supported, "
             f"and {COMPRESSED!r} and 'modelopt' in FP8. Remove --quantization to let the engine choose the method."
         )
-    if block is not None and (not isinstance(block, list | tuple) or list(block) != WEIGHT_BLOCK):
+    if block is not None and _in_blocks(config) is None:
         raise UnsupportedError(
             f"--quantization {NAME}: the checkpoint's weight_block_size is {shown(block)}, but the kernels need one "
             f"scale per {FP8_BLOCK.scales.part}, row or weight. Remove --quantization to let the engine choose the "

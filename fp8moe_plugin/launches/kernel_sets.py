@@ -29,8 +29,9 @@ def model_kernels(model: Model, target: str = SM90) -> KernelSet:
             standard one have no kernels then, and a layer refuses them.
     """
     backend, experts, indexer = BACKENDS[target], model.experts, model.indexer
-    found = backend.dense_kernels(model.ue8m0, model.dense_weights, model.dense_bias)
-    if any(layer.groups > 1 for layer in model.dense):
+    ours = not dense_kind_refusal(model.dense_weights)
+    found = backend.dense_kernels(model.ue8m0, model.dense_weights, model.dense_bias) if ours else {}
+    if ours and any(layer.groups > 1 for layer in model.dense):
         found = backend.batched_dense_kernels() | found
     forms = [model, replace(model, weights=FP8_BLOCK)] if model.unknown_format else [model]
     if experts.layers:  # else all experts are unquantized

@@ -22,6 +22,7 @@ from fp8moe_plugin.errors import CheckpointError, UnsupportedError
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import WHOLE_ROW, ceil_div
 from fp8moe_plugin.layers.parameters import tensor_format
+from fp8moe_plugin.settings import NAME
 
 logger = logging.getLogger("fp8moe")
 
@@ -83,12 +84,15 @@ def _padding_loader(prefix: str, dim: int, width: int, rank: int, ranks: int) ->
     return pad_and_load
 
 
-def unsupported_shape(prefix: str, refusal: str, ranks_option: str) -> UnsupportedError:
-    """Returns the exception for a rank's part of a dense layer that is not supported."""
-    return UnsupportedError(
-        f"{prefix} {refusal}. Use a smaller {ranks_option}, or a block-FP8 checkpoint that keeps the layer "
-        "in BF16 and lists it in modules_to_not_convert."
-    )
+def unsupported_shape(prefix: str, refusal: str, ranks_option: str | None) -> UnsupportedError:
+    """Returns the exception for a rank's part of a dense layer that is not supported.
+
+    Args:
+        ranks_option: the engine's option for the number of ranks; None if the layer is not supported with any.
+    """
+    listed = "a block-FP8 checkpoint that keeps the layer in BF16 and lists it in modules_to_not_convert"
+    advice = f"Use a smaller {ranks_option}, or {listed}" if ranks_option else f"Serve it without --quantization {NAME}"
+    return UnsupportedError(f"{prefix} {refusal}. {advice}.")
 
 
 def padded_to_blocks(

@@ -42,12 +42,14 @@ class Fallback:
         )
         metrics.count_layer(layer, BACKEND, part)
 
-    def take_dense(self, layer: Any, prefix: str, refusal: str, ranks_option: str, make: Callable[[], Any]) -> Any:
+    def take_dense(
+        self, layer: Any, prefix: str, refusal: str, ranks_option: str | None, make: Callable[[], Any]
+    ) -> Any:
         """Make the engine's own method that of a new dense layer, and return it.
 
         Args:
             refusal: why the kernels do not support the layer.
-            ranks_option: the engine's option for the number of ranks.
+            ranks_option: see `unsupported_shape`.
             make: returns the engine's method, which has created the weights of the layer.
         Raises:
             UnsupportedError: the engine's method does not support the layer either.

@@ -57,7 +57,7 @@ def kernels_backend(tensor: torch.Tensor) -> Backend:
 def dense_format_refusal(weights: WeightFormat) -> str | None:
     """Returns why the backend of new tensors does not compute dense layers in a format, or None if it does."""
     backend = backend_of(torch.empty(0))
-    return dense_kind_refusal(weights, f"{backend.name} ") if backend else None
+    return dense_kind_refusal(weights, f"{backend.name} " if backend else "")
 
 
 def announce_layer(name: str, weight: torch.Tensor, layout: str, kernels: driver.LoadCounts) -> None:

@@ -56,7 +56,7 @@ def test_sglang_takes_fused_layers_of_whole_blocks_only() -> None:
 
 
 def test_a_format_without_kernels_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "ONLY_EXPERTS", (FP8_CHANNEL,))
+    monkeypatch.setattr(placement, "NOT_DENSE", (FP8_CHANNEL,))
     model = replace(MODEL, dense_weights=FP8_CHANNEL)
     assert [name for name, *_ in engine_layers(model, Parallel(8))] == [layer.name for layer in MODEL.dense]
 

@@ -60,6 +60,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         rank, ranks = compat.rank_of(layer)
         weights = self.quant_config.spec.dense
         kind = dense_format_refusal(weights)
+        option = None if kind else RANKS_OPTION
         asked = input_size_per_partition, output_partition_sizes, weight_loader
         blocks = whole_blocks(self.prefix, layer, rank, ranks, *asked) if kind is None else asked
         inputs, outputs, loader = blocks
@@ -76,11 +77,11 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             }
             make = functools.partial(self.engine_layer, layer, **given, **rest)
             fallback = self.quant_config.loads.fallback
-            method = fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            method = fallback.take_dense(layer, self.prefix, refusal, option, make)
             fallback.note(self.prefix, "dense", f"it {refusal}", method)
             return
         if server is Server.NONE:
-            raise unsupported_shape(self.prefix, refusal, RANKS_OPTION)
+            raise unsupported_shape(self.prefix, refusal, option)
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)
         load = _loader(self, input_size, widths, loader)

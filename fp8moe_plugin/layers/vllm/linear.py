@@ -61,6 +61,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         self.widths, self.inputs = list(getattr(layer, "output_sizes", [output_size])), input_size  # on all ranks
         own = input_size_per_partition, output_partition_sizes, extra_weight_attrs["weight_loader"]
         kind, model = dense_format_refusal(self.weights), self.loading.model
+        option = None if kind else RANKS_OPTION
         blocks = whole_blocks(self.prefix, layer, layer.tp_rank, layer.tp_size, *own) if kind is None else own
         inputs, outputs, loader = blocks
         part = DensePart(inputs, outputs, input_size, split, loader is not own[2], kind)
@@ -69,7 +70,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
         if server is Server.ENGINE:
             given = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
             make = functools.partial(self.engine_layer, layer, *given, **extra_weight_attrs)
-            method = model.fallback.take_dense(layer, self.prefix, refusal, RANKS_OPTION, make)
+            method = model.fallback.take_dense(layer, self.prefix, refusal, option, make)
             model.leave_layer(self.prefix, "dense", f"it {refusal}", method)
             if begins_within_block(inputs, outputs, input_size, split, self.weights) and hasattr(layer, self.scale):
                 why = f"{refusal}, and vLLM's own loader would copy the scales of other blocks"
@@ -77,7 +78,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
                 refuse_to_load(layer, getattr(layer, self.scale), error)
             return
         if server is Server.NONE:
-            raise unsupported_shape(self.prefix, refusal, RANKS_OPTION)
+            raise unsupported_shape(self.prefix, refusal, option)
         layer.logical_widths = outputs
         layer.input_size_per_partition = inputs
         layer.output_size_per_partition = sum(outputs)

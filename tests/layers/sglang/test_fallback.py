@@ -73,19 +73,22 @@ def checked(online: bool, checkpoint: dict[str, Any] = CHECKPOINT) -> Quantized:
     made = super(Fp8MoeConfig, Quantized).from_config(CHECKPOINT)
     made.spec = ONLINE if online else parse_quantization(checkpoint)
     made.ue8m0, made.online, made.loads = False, online, Loads(None if online else made.spec.scale)
-    made.checkpoint = checkpoint
+    made.checkpoint, made.weight_block_size = checkpoint, made.spec.dense.weight_block
     return made
 
 
-def test_layer_equals_that_of_engine(make):
-    ours, stock = make(checked(False)), make(Fp8Config.from_config(CHECKPOINT))
+@pytest.mark.parametrize("side", [128, 32])  # of a scale block; 32: DeepSeek-V4.1
+def test_layer_equals_that_of_engine(make, side):
+    checkpoint = CHECKPOINT | {"weight_block_size": [side, side], "expert_dtype": "fp4"}
+    ours, stock = make(checked(False, checkpoint)), make(Fp8Config.from_config(checkpoint))
     assert type(ours.quant_method) is type(stock.quant_method) is Fp8LinearMethod
     weight = torch.randn(2, WIDTH, INPUTS, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     for layer in (ours, stock):
         for shard in range(2):
             layer.weight.weight_loader(layer.weight, weight[shard], shard)
             scale = layer.weight_scale_inv
-            scale.weight_loader(scale, torch.arange(4.0).view(2, 2) + shard, shard)
+            blocks = torch.arange(WIDTH // side * -(-INPUTS // side)) + shard
+            scale.weight_loader(scale, blocks.float().view(WIDTH // side, -1), shard)
     for (name, mine), (wanted, its) in zip(ours.named_parameters(), stock.named_parameters(), strict=True):
         assert name == wanted
         assert h.same_bits(mine.data, its.data)
