@@ -11,7 +11,8 @@ from fp8moe_plugin.ops import tables
 
 def cached_tensors() -> Iterator[torch.Tensor]:
     """Yields the tensors in caches of the package: of `functools`, and tables."""
-    caches = [cache for cache in gc.get_objects() if isinstance(cache, functools._lru_cache_wrapper)]
+    # Not isinstance, which asks a weak proxy for its object's class.
+    caches = [cache for cache in gc.get_objects() if type(cache) is functools._lru_cache_wrapper]
     found = [cache for cache in caches if (cache.__module__ or "").startswith("fp8moe_plugin")]
     assert found
     waiting, seen = [tables._kept, *found], set()
