@@ -337,7 +337,7 @@ def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile: RowTile | Non
     """Layers take other plans than the fastest. Returns the list to which each plan is added as a layer takes it.
 
     Args:
-        width: the small-batch kernels of up to so many tokens; 0: none of them.
+        width: the small-batch kernels of up to this number of tokens; 0: none of them.
         tile: of rows otherwise; None: as ever.
     """
 
@@ -389,7 +389,7 @@ def force_dense_tile(patch: pytest.MonkeyPatch, tile_rows: int, tile_n: int) -> 
 
 
 def force_dense_clusters(patch: pytest.MonkeyPatch, tile_n: int) -> None:
-    """Dense GEMMs are those of dense_gemm_many_rows in tiles of so many columns."""
+    """Dense GEMMs are those of dense_gemm_many_rows in tiles of `tile_n` columns."""
     force_dense(patch, lambda m, n, multiprocessors: many_rows(m, n, tile_n, multiprocessors))
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -38,6 +39,13 @@ def prepare_kernels(keys: Iterable[KernelKey], weight: torch.Tensor, warmup: str
         for key in keys:
             driver.load(key, weight.device.index, warmup)
     return driver.counts
+
+
+def prepare_dense_kernels(layer: Any, weights: WeightFormat, ue8m0: bool, warmup: str) -> None:
+    """Prepare the kernels of an engine's dense layer with our method. Raises like `prepare_kernels`."""
+    weight, biased = layer.weight, getattr(layer, "bias", None) is not None
+    keys = kernels_backend(weight).dense_kernels(ue8m0, weights, biased)
+    metrics.update(prepare_kernels(keys, weight, warmup))
 
 
 def backend_name(tensor: torch.Tensor) -> str:

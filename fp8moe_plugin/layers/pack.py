@@ -236,7 +236,7 @@ def check_room(name: str, needed: int, room: int) -> None:
 
 
 def grow(name: str, weight: torch.Tensor, scales: torch.Tensor, gate_up: bool, further: int) -> None:
-    """Give the parameters of w13 or w2 room for so many further steps.
+    """Give the parameters of w13 or w2 room for this number of further steps.
 
     Their values wait on the host, so a GPU never holds more than the result.
     """

@@ -14,7 +14,7 @@ from fp8moe_plugin.plan.sm90.push import FEW_BLOCKS, FIELDS, HEADER_BYTES, Windo
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A rank's window, of which `open_window` has written the header.
+    """A rank's window, whose header `open_window` has written.
 
     Layers of one group share it, if their calls follow each other in a stream and every rank makes all of them.
     """

@@ -18,7 +18,7 @@ FEW_ROWS_PER_EXPERT = 40
 # Measured: the latter take 1.13, 1.06, 0.85 and 0.73 of the time of the former in layers of DeepSeek-V4-Flash with 36,
 # 48, 72 and 96 rows per expert; with an eighth of the channels 1.14, 1.08, 0.96 and 0.90 ([080]).
 # Measure again: when either changes, and `MXFP4_ROWS_PER_EXPERT` with it; nothing between 48 and 72 rows was
-# measured, and no batched experts, of which the kernels for few rows need a copy of the scales.
+# measured, and no batched experts, whose scales the kernels for few rows need in a second layout.
 PACKED_FEW_ROWS_PER_EXPERT = 56
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed

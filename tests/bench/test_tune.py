@@ -26,7 +26,7 @@ PREFIXES = {FP8_BLOCK: "", PACKED_MXFP4: "packed_"}  # of the thresholds of a fo
 
 
 def tuned(us: Callable[[str, int, object], float], default: GpuTuning = UNTUNED) -> tune.Tuned:
-    """Returns the tuning for a GPU on which a step of a layer by a plan takes so many microseconds."""
+    """Returns the tuning for a GPU; `us`: microseconds of a step of a layer by a plan."""
 
     def clock(name: str, tokens: int, plans: Sequence[Plan]) -> list[float]:
         return [us(name, tokens, plan.choices) for plan in plans]

@@ -32,7 +32,7 @@ SHAPES = {f: replace(PRESETS[f, "tiny"], moe_layers=1, block_spread=1.0) for f i
 # Two ranks have 192 channels each of an expert, shared ones too, and 288 of the dense layer's 576, 4.5 scale blocks.
 SHAPES["deepseek_v3_odd"] = replace(SHAPES["deepseek_v3"], moe_intermediate=384, dense_intermediate=576)
 SHAPES["deepseek_v3_ue8m0"] = replace(SHAPES["deepseek_v3"], ue8m0=True)
-NARROW = "qwen3_moe_narrow"  # whose hidden size is no multiple of a scale block: its experts are vLLM's
+NARROW = "qwen3_moe_narrow"  # whose hidden size is not a multiple of a scale block: its experts are vLLM's
 COMPILED = {"compilation_config": {"inductor_compile_config": {"reorder_for_peak_memory": False}}}
 OURS = {"quantization": "fp8moe"}
 TP2 = EAGER | {"tensor_parallel_size": 2}

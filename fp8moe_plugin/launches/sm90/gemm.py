@@ -27,7 +27,7 @@ def dense_launches(
     """Returns the launch of `out = a @ b.T (+ c)`; only some kinds of the plan's output allow `c`.
 
     Args:
-        after_quantize: the preceding launch quantizes `a`, so this one may load weights before that one ends.
+        after_quantize: the preceding launch quantizes `a`, so this one may load weights before it has ended.
     """
     pdl = after_quantize and not plan.is_grouped
     match plan.kernel.source:

@@ -18,9 +18,8 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from fp8moe_plugin.checkpoint.placement import DensePart, Engine, Server, place_dense
 from fp8moe_plugin.formats.spec import WEIGHT
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
-from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import dense_format_refusal, kernels_backend, prepare_kernels
+from fp8moe_plugin.layers.kernels import dense_format_refusal, prepare_dense_kernels
 from fp8moe_plugin.layers.loading import as_kept, check_size, per_row, rows_of_shard, shape_errors
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of, unset
 from fp8moe_plugin.layers.sglang import compat, online
@@ -107,10 +106,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
             CheckpointError: a tensor is missing or holds NaN.
         """
         self.quant_config.loads.check_layer(self, layer)
-        biased = getattr(layer, "bias", None) is not None
-        config = self.quant_config
-        keys = kernels_backend(layer.weight).dense_kernels(config.ue8m0, config.spec.dense, biased)
-        metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
+        prepare_dense_kernels(layer, self.quant_config.spec.dense, self.quant_config.ue8m0, self.warmup)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         parameters = layer._parameters  # looked up by name in a module, each takes the host half a microsecond

@@ -17,9 +17,8 @@ from fp8moe_plugin.checkpoint.placement import DensePart, Engine, Server, place_
 from fp8moe_plugin.checkpoint.shapes import begins_within_block
 from fp8moe_plugin.formats.spec import WEIGHT, QuantSpec
 from fp8moe_plugin.formats.weight_format import Role, WeightFormat
-from fp8moe_plugin.layers import metrics
 from fp8moe_plugin.layers.blocks import unsupported_shape, whole_blocks
-from fp8moe_plugin.layers.kernels import dense_format_refusal, kernels_backend, prepare_kernels
+from fp8moe_plugin.layers.kernels import dense_format_refusal, prepare_dense_kernels
 from fp8moe_plugin.layers.loading import check_size, rows_of_shard
 from fp8moe_plugin.layers.parameters import empty_tensor, marked, role_of
 from fp8moe_plugin.layers.vllm.deepseek_v4 import serve_batched_product
@@ -124,9 +123,7 @@ class Fp8MoeLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.loading.finish(layer)
-        biased = getattr(layer, "bias", None) is not None
-        keys = kernels_backend(layer.weight).dense_kernels(self.ue8m0, self.weights, biased)
-        metrics.update(prepare_kernels(keys, layer.weight, self.warmup))
+        prepare_dense_kernels(layer, self.weights, self.ue8m0, self.warmup)
         if getattr(layer, "is_bmm", False):  # set after the layer is made
             serve_batched_product(self.prefix, layer.weight, layer.bmm_batch_size, self.warmup)
 

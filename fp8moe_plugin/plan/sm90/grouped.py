@@ -79,7 +79,7 @@ def plan_batched(
     multiprocessors: int = MULTIPROCESSORS,
     tuning: GpuTuning = UNTUNED,
 ) -> BatchedPlan:
-    """Returns the plan for `[experts, max_m]` rows, of which each expert uses about `expected_m`."""
+    """Returns the plan for `[experts, max_m]` rows; each expert uses about `expected_m` of its own."""
     _, hidden, intermediate, experts, _ = spec.shape
     tile = batched_tile(spec.weights, expected_m, tuning)
     few_rows, keep_b = tile.streams_weights, tile is MANY_ROWS and keeps_b(expected_m, intermediate, tuning)
