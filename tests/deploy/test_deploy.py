@@ -157,6 +157,13 @@ def test_both_nodes_of_a_group_run_the_command_of_the_script() -> None:
     assert {option.partition("=")[0] for option in worker} >= options
 
 
+def test_the_controller_can_make_its_headless_service() -> None:
+    """Nodes find the leader by a service with the name of the set. The controller takes any that exists for its own."""
+    objects = yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text())
+    names = {one["kind"]: one["metadata"]["name"] for one in objects}
+    assert names["Service"] != names["LeaderWorkerSet"]
+
+
 def test_a_node_without_a_server_exports_its_metrics() -> None:
     spec = pod_specs()["worker"]
     (exporter,), (engine,) = spec["initContainers"], spec["containers"]
