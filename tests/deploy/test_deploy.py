@@ -205,10 +205,12 @@ def test_the_image_has_what_its_wheel_is_built_from() -> None:
     assert set(re.findall(r"\.ci/\w+\.py", DOCKERFILE)) <= set(context)
 
 
-def test_base_images_have_a_tag() -> None:
+def test_base_images_have_a_version_and_a_digest() -> None:
     images = [
         *re.findall(r"^ARG \w+_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE),
         *re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE),
+        *re.findall(r"ENGINE_IMAGE=(lmsysorg\S+)", (ROOT / "docs" / "deploy.md").read_text()),
     ]
-    pinned = [image for image in images if re.search(r":v?\d+\.\d+\.\d+", image)]
-    assert set(images) - set(pinned) == {"scratch", "${VLLM_IMAGE}"}
+    pinned = [image for image in images if re.search(r":v?\d+\.\d+\.\d+[\w-]*@sha256:[0-9a-f]{64}$", image)]
+    assert len(pinned) == 3
+    assert set(images) - set(pinned) == {"scratch", "${ENGINE_IMAGE}"}
