@@ -33,6 +33,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
         ["hadolint", "--failure-threshold", "warning", "Dockerfile"],
         ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"],
         ["kubernetes-validate", "--strict", "kubernetes.yaml"],
+        ["kubernetes-validate", "--strict", "sglang.yaml"],
         ["kubernetes-validate", "--strict", "leaderworkerset.yaml"],
         ["bash", "-n", "two-nodes.sh"],
         ["check-jsonschema", "--builtin-schema", "vendor.github-workflows", "../.github/workflows/ci.yml"],
@@ -185,6 +186,16 @@ def test_a_rollout_waits_for_the_slowest_start() -> None:
     (container,) = deployment["template"]["spec"]["containers"]
     start = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
     assert start + deployment["minReadySeconds"] < deployment["progressDeadlineSeconds"]
+
+
+def test_the_manifest_of_sglang_has_another_command_and_no_other_difference() -> None:
+    manifests = [list(yaml.safe_load_all((DEPLOY / name).read_text())) for name in ("kubernetes.yaml", "sglang.yaml")]
+    for _, deployment in manifests:
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        for field in ("name", "command", "args"):
+            container.pop(field, None)
+        container["env"] = [one for one in container["env"] if one["name"] not in ("HOME", "USER")]
+    assert manifests[0] == manifests[1]
 
 
 def test_settings_and_warm_up_commands_exist() -> None:
