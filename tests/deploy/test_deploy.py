@@ -188,9 +188,18 @@ def test_a_rollout_waits_for_the_slowest_start() -> None:
     assert start + deployment["minReadySeconds"] < deployment["progressDeadlineSeconds"]
 
 
+def test_drained_nodes_leave_a_replica() -> None:
+    for name in ("kubernetes.yaml", "sglang.yaml"):
+        objects = {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / name).read_text())}
+        kubernetes_validate.validate(objects["PodDisruptionBudget"], kubernetes_validate.latest_version(), strict=True)
+        budget, deployment = objects["PodDisruptionBudget"]["spec"], objects["Deployment"]["spec"]
+        assert budget["selector"]["matchLabels"].items() <= deployment["template"]["metadata"]["labels"].items()
+        assert 0 < budget["maxUnavailable"] < deployment["replicas"]
+
+
 def test_the_manifest_of_sglang_has_another_command_and_no_other_difference() -> None:
     manifests = [list(yaml.safe_load_all((DEPLOY / name).read_text())) for name in ("kubernetes.yaml", "sglang.yaml")]
-    for _, deployment in manifests:
+    for *_, deployment in manifests:
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         for field in ("name", "command", "args"):
             container.pop(field, None)
