@@ -55,10 +55,12 @@ class FP8MoE(ScaleFormat):
 
     @classmethod
     def from_bf16(cls, w13: torch.Tensor, w2: torch.Tensor) -> "FP8MoE":
-        """Build the layer from `[E, 2I, H]` and `[E, H, I]` of any float dtype, quantizing them per 128x128 block.
+        """Build the layer from `[E, 2I, H]` and `[E, H, I]`, quantizing them per 128x128 block.
 
+        Args:
+            w13, w2: any float dtype of 16 bits or more.
         Raises:
-            CheckpointError: w13 and w2 do not match, their sizes are not supported, or they are not finite.
+            CheckpointError: w13 and w2 do not match, their sizes or dtypes are not supported, or they are not finite.
         """
         _check_pair(w13, w2)
         return cls(*per_block_cast_to_fp8(w13), *per_block_cast_to_fp8(w2), ue8m0=False)
@@ -80,7 +82,7 @@ class FP8MoE(ScaleFormat):
         Raises:
             InvalidInputError: wrong dtype, shape, stride or device.
         """
-        out = torch.empty_like(hidden_states)
+        out = torch.empty_like(hidden_states, dtype=torch.bfloat16)
         weights = (self.w13, self.w13_scale, self.w2, self.w2_scale, None, None)
         torch_ops.fused_moe(OPTIONS[self.ue8m0], hidden_states, None, *weights, topk_weights, topk_ids, expert_map, out)
         return out

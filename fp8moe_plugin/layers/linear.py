@@ -56,10 +56,13 @@ class FP8Linear(ScaleFormat):
 
     @classmethod
     def from_bf16(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "FP8Linear":
-        """Build the layer from a weight `[N, K]` of any float dtype, quantizing it per 128x128 block.
+        """Build the layer from a weight `[N, K]`, quantizing it per 128x128 block.
 
+        Args:
+            weight: any float dtype of 16 bits or more.
         Raises:
-            CheckpointError: the weight's sizes are not supported, it is not finite, or the bias does not match.
+            CheckpointError: the weight's sizes or dtype are not supported, it is not finite, or the bias does not
+                match.
         """
         check_sizes("weight", weight, 2, N_MULTIPLE)
         return cls(*per_block_cast_to_fp8(weight), bias, ue8m0=False)

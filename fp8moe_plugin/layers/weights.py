@@ -16,12 +16,17 @@ def per_block_cast_to_fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each 128x128 block of a weight with a scale of its own, its largest magnitude / 448.
 
     Args:
-        w: any float dtype `[.., N, K]`; blocks at the right and bottom edges may be smaller.
+        w: any float dtype of 16 bits or more, `[.., N, K]`; blocks at the right and bottom edges may be smaller.
     Returns:
         q, e4m3 `[.., N, K]`, and float32 scales `[.., ceil(N/128), ceil(K/128)]`, such that `w` is about `q * scale`.
     Raises:
-        CheckpointError: `w` holds NaN or infinity.
+        CheckpointError: `w` has another dtype, or holds NaN or infinity.
     """
+    if not w.is_floating_point() or w.element_size() < 2:  # codes without their scales are another weight
+        raise CheckpointError(
+            f"The weight to quantize has dtype {w.dtype}, but must be float in 16 bits or more. If it is quantized "
+            "already, pass it with its scales to from_fp8."
+        )
     n, k = w.shape[-2:]
     padded = torch.nn.functional.pad(w.float(), (0, -k % GROUP, 0, -n % GROUP))
     blocks = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))

@@ -89,6 +89,15 @@ def test_unquantized_weights_that_do_not_fit_each_other_are_refused(device):
         FP8MoE.from_bf16(w, w)
 
 
+def test_codes_of_a_quantized_weight_are_not_quantized_again(device):
+    """Without their scales they are other weights, and the layer would be wrong without a word."""
+    w13, w2 = torch.zeros(2, 256, 128, device=device), torch.zeros(2, 128, 128, device=device)
+    for dtype in (torch.float8_e4m3fn, torch.uint8):
+        for wrong in ((w13.to(dtype), w2), (w13, w2.to(dtype))):
+            with pytest.raises(CheckpointError, match=rf"{dtype}, .*from_fp8"):
+                FP8MoE.from_bf16(*wrong)
+
+
 @pytest.mark.parametrize(
     ("w13", "w2", "message"),
     [
@@ -108,6 +117,8 @@ def test_inputs_that_do_not_fit_are_refused(device):
     for wrong in ((x.float(), router, ids), (x[:, :128], router, ids), (x, router, ids[:2]), (x, router, ids.float())):
         with pytest.raises(InvalidInputError):
             layer(*wrong)
+    with pytest.raises(InvalidInputError, match=r"hidden_scale is None, .*or tokens in bfloat16"):
+        layer(x.to(torch.float8_e4m3fn), router, ids)
 
 
 def test_torch_can_trace_the_ops(device):

@@ -66,6 +66,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(device, message):
         (torch.full((8, 128), torch.inf), None, "NaN or infinity"),
         (torch.zeros(8, 128), torch.zeros(9, dtype=torch.bfloat16), r"requires torch.bfloat16 \[8\]"),
         (torch.zeros(8, 128), torch.zeros(8), "bias is torch.float32"),
+        (torch.zeros(8, 128).to(torch.float8_e4m3fn), None, "float8_e4m3fn, .*from_fp8"),
+        (torch.zeros(8, 128, dtype=torch.uint8), None, "uint8, .*from_fp8"),
+        (torch.zeros(8, 128, dtype=torch.complex64), None, "complex64, .*from_fp8"),
     ],
 )
 def test_unquantized_weights_that_cannot_be_served_are_refused(weight, bias, message):
