@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.logs import log_once
-from fp8moe_plugin.ops.checks import check_no_grad
+from fp8moe_plugin.ops.checks import check_no_grad, is_aligned_contiguous
 from fp8moe_plugin.ops.linear import fp8_linear
 from fp8moe_plugin.ops.moe import run_batched_experts, run_fused_moe
 from fp8moe_plugin.ops.routed_moe import run_routed_moe
@@ -50,7 +50,8 @@ def _batched_experts_impl(options: str, expected_m: int, *tensors: torch.Tensor 
 def _linear_impl(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None, ue8m0: bool
 ) -> torch.Tensor:
-    x = x.contiguous()  # engines hand over slices of fused projections
+    if not is_aligned_contiguous(x):  # engines hand over slices of fused projections
+        x = x.clone(memory_format=torch.contiguous_format)
     return fp8_linear(x, weight, weight_scale, bias, ue8m0)
 
 

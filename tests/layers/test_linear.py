@@ -109,3 +109,11 @@ def test_a_parameter_without_memory_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match="The tensors are on cpu, meta"):
         layer(x)
     assert layer.to("meta")(x.to("meta")).is_meta
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_slice_at_any_channel_is_taken(device, rows):
+    """A slice of one row is contiguous wherever it begins, so a decode step must not fail where a prefill does not."""
+    gen = h.seeded(0, device)
+    layer, x = FP8Linear.from_fp8(*h.random_weights(gen, 64, 256)), h.random_tokens(gen, rows, 384)
+    assert h.same_bits(layer(x[:, 1:257]), layer(x[:, 1:257].clone()))
