@@ -1,6 +1,7 @@
 """A running server of vLLM or SGLang, with OpenAI's completions, that reads a text and is timed on it."""
 
 import hashlib
+import http.client
 import json
 import time
 import urllib.error
@@ -55,6 +56,17 @@ class Server(Clock):
 
     def read(self, listed: int) -> Reading:
         """Returns the server's reading of the text. Each window has as many tokens as the shortest."""
+        try:
+            return self._reading(listed)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{self.url} returned log-probabilities in a form that is not OpenAI's: {error}"
+            ) from error
+
+    def evaluate(self, task: str) -> Scores:
+        return evaluate(task, self.url, self.model)
+
+    def _reading(self, listed: int) -> Reading:
         with ThreadPoolExecutor(READERS) as pool:
             answers = list(pool.map(lambda text: self._read(text, listed), windows(self.text)))
         length = min(len(tokens) for tokens, _, _ in answers)
@@ -69,9 +81,6 @@ class Server(Clock):
         if not np.isfinite(logprobs).all():
             raise RuntimeError(f"{self.url} returned a log-probability that is not finite")
         return Reading(ids, tokens, logprobs)
-
-    def evaluate(self, task: str) -> Scores:
-        return evaluate(task, self.url, self.model)
 
     def _read(self, text: str, listed: int) -> tuple[list[str], list[float], list[dict[str, float]]]:
         """Returns the tokens of a prompt, their log-probabilities, and those of the most likely tokens."""
@@ -90,12 +99,15 @@ class Server(Clock):
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-                return json.loads(reply.read(MOST_ANSWER_BYTES))
+                answer = reply.read(MOST_ANSWER_BYTES + 1)
+            if len(answer) > MOST_ANSWER_BYTES:
+                raise RuntimeError(f"{self.url}{path} answered with more than {MOST_ANSWER_BYTES:,} bytes")
+            return json.loads(answer)
         except urllib.error.HTTPError as error:
             raise RuntimeError(
                 f"{self.url}{path} answered {error.code}: {error.read(1000).decode(errors='replace')}"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
             raise RuntimeError(f"{self.url}{path} did not answer: {error}") from error
 
 

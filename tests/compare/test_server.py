@@ -2,6 +2,7 @@
 
 import json
 import math
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8moe_plugin.compare import server as module
 from fp8moe_plugin.compare.cells import SHORT, STEPS, Cell
 from fp8moe_plugin.compare.engine import WINDOW
 from fp8moe_plugin.compare.intervals import divergence, same_token
@@ -122,9 +124,54 @@ def test_a_server_without_logprobs_of_the_prompt_is_refused(serve: Serve, change
         found["choices"][0] |= change
         return found
 
-    server = Server(serve(answer)[0], TEXT, [])
+    asked = Server(serve(answer)[0], TEXT, [])
     with pytest.raises(RuntimeError, match=r"no log-probabilities of the prompt|has no tokens"):
-        server.read(3)
+        asked.read(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", 1), ("token_logprobs", "-1.0 or so"), ("top_logprobs", None), ("top_logprobs", ["a"])],
+)
+def test_logprobs_in_another_form_name_the_server(serve: Serve, name: str, value: Any) -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        found = completion(body)
+        found["choices"][0]["logprobs"][name][5] = value
+        return found
+
+    url = serve(answer)[0].rstrip("/")
+    with pytest.raises(RuntimeError, match=f"{url} returned log-probabilities in a form that is not OpenAI's"):
+        Server(url, TEXT, []).read(3)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{",  # ends in the middle
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000,
+    ],
+)
+def test_an_answer_that_cannot_be_read_names_the_server(reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            with listener.accept()[0] as client:
+                client.recv(1 << 16)
+                client.sendall(reply)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(RuntimeError, match=f"{url}/v1/models did not answer: "):
+            Server(url, TEXT, [])
+        thread.join()
+
+
+def test_an_answer_without_an_end_says_so(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1000)
+    with pytest.raises(RuntimeError, match="v1/completions answered with more than 1,000 bytes"):
+        Server(serve(completion)[0], TEXT, []).read(3)
 
 
 def test_a_url_where_nothing_answers_is_named() -> None:
