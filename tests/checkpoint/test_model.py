@@ -376,6 +376,8 @@ def test_sound_checkpoints_that_are_not_served(tmp_path, change, message):
 def test_an_unquantized_checkpoint_may_name_the_dtype_of_its_experts(tmp_path):
     plain = describe(tmp_path, V3, quantization_config=None, expert_dtype="bf16")
     assert not read_model(plain).quantized
+    with pytest.raises(UnsupportedError, match=r"experts are 'nvfp4' \(expert_dtype\)"):
+        read_model(describe(tmp_path, V3, quantization_config=None, expert_dtype="nvfp4"))
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,19 @@ def test_where_fewer_replicas_are_possible_they_are_named(asked: Parallel, neare
 def test_more_stages_than_layers_are_refused_and_one_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"100 stages .* The nearest supported options are: --tp 1\.$"):
         rank_shapes(replace(MODEL, cache=KvCache(4, mla=True, elements=576)), Parallel(pp=100))
+
+
+@pytest.mark.parametrize(
+    ("way", "attention", "mlp", "shared"),
+    [
+        (Parallel(8), 8, 8, 8),
+        (Parallel(8, ep=8), 8, 8, 8),
+        (Parallel(4, 2), 4, 4, 4),
+        (Parallel(4, 2, 8), 4, 4, 1),  # vLLM gives each rank a part of the tokens
+        (Parallel(4, 2, 8, sglang=True), 4, 8, 8),
+        (Parallel(4, 2, 8, sglang=True, dense_tp1=True), 4, 1, 8),
+    ],
+)
+def test_ranks_share_attention_mlps_and_shared_experts(way: Parallel, attention: int, mlp: int, shared: int) -> None:
+    names = ("self_attn.o_proj", "mlp.down_proj", "mlp.shared_experts.down_proj")
+    assert [way.dense_ranks(name) for name in names] == [attention, mlp, shared]

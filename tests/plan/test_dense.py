@@ -190,3 +190,15 @@ def test_the_format_of_weights_changes_the_kernel_and_nothing_else(target: str) 
         )
         assert row.kernel in rows - blocks
         assert replace(row, kernel=block.kernel) == block
+
+
+@pytest.mark.parametrize("weights", [FP8_BLOCK, FP8_CHANNEL])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_plan_adds_the_bias_that_its_kernel_takes(weights, biased):
+    """The op adds no bias after a plan that `adds_bias`, so a kernel without it would lose it."""
+    added = set()
+    for m, (n, k), invariant in itertools.product((1, 32, 64, 300, 5000), SHAPES, (False, True)):
+        found = BACKENDS[SM90].plan_dense(m, n, k, Output.BF16, 132, invariant, weights, biased)
+        assert ("BIAS" in dict(found.choices.kernel.defines)) is (biased and found.adds_bias)
+        added.add(found.adds_bias)
+    assert added == {False, True}

@@ -208,6 +208,42 @@ def test_a_cache_of_another_nvrtc_is_told(
     assert "the cache also has kernels that other compilers made (1 by nvrtc 13.1.86)" in capsys.readouterr().err
 
 
+def test_the_driver_says_which_gpus_are_served_and_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    capabilities, done = [(9, 0), (8, 9), (8, 6)], driver.CUresult.CUDA_SUCCESS
+    minor = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    answers = {
+        "cuInit": lambda _: (done,),
+        "cuDriverGetVersion": lambda: (done, 12080),
+        "cuDeviceGetCount": lambda: (done, len(capabilities)),
+        "cuDeviceGet": lambda ordinal: (done, ordinal),
+        "cuDeviceGetName": lambda _, device: (done, b"GPU %d\0\0" % device),
+        "cuDeviceGetAttribute": lambda attribute, device: (done, capabilities[device][attribute == minor]),
+        "cuDeviceTotalMem": lambda device: (done, 1000 + device),
+        "cuDeviceCanAccessPeer": lambda one, other: (done, int(2 not in (one, other))),
+        "cuDeviceGetP2PAttribute": lambda _, one, other: (done, int(one == 0)),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(driver, name, answer)
+    found = diagnosis.driver_and_gpus()
+    assert not isinstance(found, str)
+    assert found[0].cuda == "12.8"
+    assert [(gpu.ordinal, gpu.name, gpu.compute_capability, gpu.memory_bytes) for gpu in found[1]] == [
+        (0, "GPU 0", "9.0", 1000),
+        (1, "GPU 1", "8.9", 1001),
+        (2, "GPU 2", "8.6", 1002),
+    ]
+    assert [(gpu.served, gpu.backend, gpu.refusal is None) for gpu in found[1]] == [
+        (True, "sm90", True),
+        (True, "triton", True),
+        (False, "triton", False),
+    ]
+    assert [(gpu.peers, gpu.nvlinks) for gpu in found[1]] == [([1], [1]), ([0], []), ([], [])]
+    monkeypatch.setattr(driver, "cuInit", lambda _: (driver.CUresult.CUDA_ERROR_UNKNOWN,))
+    assert diagnosis.driver_and_gpus() == "CUDA_ERROR_UNKNOWN"
+
+
 @pytest.mark.parametrize(("cuda", "ok"), [("13.0", True), ("12.8", False)])
 def test_gpus_and_a_driver_that_is_too_old_for_the_kernels(
     cache: Path,
