@@ -77,7 +77,7 @@ def _forms(model: Model, ways: Iterable[Parallel], target: Target, context: int)
     for way in ways:
         splits = {name: _split(form, way, target, context) for name, form in forms.models(model, way).items()}
         found = [forms.of_split(name, split) for name, split in splits.items() if not split.refusal]
-        if advice := forms.advice(model, way.dp, _tokens(way, target), found):
+        if advice := forms.advice(model, way.dp, target.tokens(way), found):
             return found, advice
     return [], []
 
@@ -96,7 +96,7 @@ def _engine_notes(model: Model, considered: Iterable[Parallel]) -> Iterator[str]
 
 def _window_note(model: Model, considered: Iterable[Parallel], target: Target) -> list[str]:
     sizes = (
-        all_to_all.window_bytes(model, way, _tokens(way, target)) for way in considered if not split_refusal(model, way)
+        all_to_all.window_bytes(model, way, target.tokens(way)) for way in considered if not split_refusal(model, way)
     )
     largest = max(sizes, default=0)
     return [f"Windows of FP8MOE_EP=push are counted, up to {largest / 2**20:.0f} MiB of a GPU."] if largest else []
@@ -138,11 +138,6 @@ def ways(gpus: int | None, sglang: bool, dense_tp1: bool) -> Iterator[Parallel]:
         yield Parallel(1, count, count, **data)
 
 
-def _tokens(way: Parallel, target: Target) -> int:
-    """Returns the tokens of the longest step on each replica. SGLang divides a step's among them."""
-    return max(1, target.max_tokens // way.dp) if way.sglang else target.max_tokens
-
-
 def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitReport:
     gpus = way.gpus
     refusal = split_refusal(model, way)
@@ -150,7 +145,7 @@ def _split(model: Model, way: Parallel, target: Target, context: int) -> SplitRe
         return SplitReport(options=str(way), gpus=gpus, refusal=refusal)
     shapes = memory.weight_shapes(model, way)
     weights = sum(shape.bytes for shape in shapes)
-    tokens = _tokens(way, target)
+    tokens = target.tokens(way)
     scratch = scratch_bytes(model, way, tokens)
     budget = int(GPUS[target.gpu].memory_bytes * target.utilization)
     free = budget - weights - memory.step_bytes(model, way, tokens, scratch, context)

@@ -2,7 +2,7 @@
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.quoting import shell_word
-from warmup.target import NODE, Target
+from warmup.target import MAX_TOKENS, NODE, Target
 
 REMOTE_CODE = "--trust-remote-code"
 
@@ -34,6 +34,10 @@ def commands(
     if target.max_model_len:
         vllm += [f"--max-model-len {target.max_model_len}"]
         sglang += [f"--context-length {target.max_model_len}"]
+    if target.max_tokens != MAX_TOKENS:
+        tokens = target.tokens(way)
+        vllm += [f"--max-num-batched-tokens {tokens}"]
+        sglang += [f"--chunked-prefill-size {tokens * way.dp}"]
     if remote_code:
         vllm, sglang = [*vllm, REMOTE_CODE], [*sglang, REMOTE_CODE]
     return " ".join(vllm), " ".join(sglang)

@@ -44,3 +44,7 @@ class Target:
     split: Parallel | None = None  # the only one to consider
     sglang: bool = False  # consider SGLang's splits instead of vLLM's
     dense_tp1: bool = False  # of SGLang
+
+    def tokens(self, way: Parallel) -> int:
+        """Returns the tokens of the longest step on each replica. SGLang divides a step's among them."""
+        return max(1, self.max_tokens // way.dp) if way.sglang else self.max_tokens

@@ -278,6 +278,20 @@ def test_the_commands_are_complete() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("way", "vllm_tokens", "sglang_tokens"),
+    [(Parallel(8), 2048, 2048), (Parallel(2, 4, 8), 2048, 8192), (Parallel(2, 4, 8, sglang=True), 512, 2048)],
+)
+def test_the_commands_have_the_step_for_which_the_split_fits(
+    way: Parallel, vllm_tokens: int, sglang_tokens: int
+) -> None:
+    """The memory of a longer step, as by default, may leave no KV cache."""
+    target = Target("h200", None, 0.9, False, None, 2048, sglang=way.sglang)
+    vllm, sglang = commands(way, target, "model")
+    assert vllm.endswith(f" --max-num-batched-tokens {vllm_tokens}")
+    assert sglang.endswith(f" --chunked-prefill-size {sglang_tokens}")
+
+
 @pytest.mark.parametrize("auto_map", [None, {"AutoConfig": "configuration_kimi.KimiConfig"}])
 def test_code_of_a_checkpoint_is_in_the_commands(
     checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path, auto_map: dict | None
