@@ -33,6 +33,7 @@ ADVICE = (
     "Set FP8MOE_CACHE_DIR to a folder of your own with mode 0700, or serve from a bundle (FP8MOE_BUNDLE) where a "
     "volume sets other modes (fsGroup)."
 )
+FULL = (errno.ENOSPC, errno.EDQUOT)
 DANGLING_LINK = "it is a dangling symbolic link"
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Entries, locks, temporary files, and what FP8MOE_JIT_DEBUG writes; the group is of an entry's name without its suffix.
@@ -110,8 +111,9 @@ def write(name: str, content: bytes) -> None:
         with _opened(path, make=True) as folder:
             write_whole(folder, name, content, 0o600)
     except OSError as error:
-        advice = "Delete it." if isinstance(error, IsADirectoryError) else ADVICE  # a folder has the entry's name
-        raise CacheError(f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {advice}") from error
+        raise CacheError(
+            f"{_culprit(path, name, error)} cannot be written: {error.strerror}. {_advice(error)}"
+        ) from error
 
 
 def stored() -> dict[str, int]:
@@ -124,7 +126,7 @@ def stored() -> dict[str, int]:
     try:
         with _opened(path) as folder, os.scandir(folder) as entries:
             for entry in entries:
-                if FILE.fullmatch(entry.name):
+                if FILE.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):  # another process was faster
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size
     except FileNotFoundError:
@@ -150,6 +152,14 @@ def remove(names: Iterable[str]) -> None:
         raise CacheError(
             f"{_culprit(path, str(error.filename), error)} cannot be deleted: {error.strerror}."
         ) from error
+
+
+def _advice(error: OSError) -> str:
+    if isinstance(error, IsADirectoryError):  # a folder has the entry's name
+        return "Delete it."
+    if error.errno in FULL:
+        return "Free space there, or set FP8MOE_CACHE_DIR to a folder on another disk."
+    return ADVICE
 
 
 def _culprit(path: Path, name: str, error: OSError) -> str:

@@ -1,5 +1,6 @@
 """Compiled kernels on disk: complete or absent, never wrong, never from another user."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -38,6 +39,18 @@ def test_reading_writes_nothing(kernels: Path, cubin: bytes) -> None:
     before = [(p.name, p.stat().st_mtime_ns) for p in [kernels, *kernels.iterdir()]]
     assert cache.read(NAME) == cubin
     assert [(p.name, p.stat().st_mtime_ns) for p in [kernels, *kernels.iterdir()]] == before
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_no_matter_of_modes(
+    kernels: Path, cubin: bytes, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(cache, "write_whole", full)
+    with pytest.raises(CacheError, match=rf"cannot be written: {os.strerror(code)}\. Free space there, or set "):
+        cache.publish(NAME, cubin)
 
 
 def test_entries_are_private(kernels: Path, cubin: bytes) -> None:

@@ -12,15 +12,17 @@ from warmup.__main__ import main
 
 STALE = f"combine-{'a' * 64}"
 OF_STALE = [f"{STALE}.{suffix}" for suffix in ("cubin", "cubin.lock", f"cubin.{'0' * 16}.part", "sass", "cu")]
-FOREIGN = ["notes.txt", f"{STALE}.cubin.bak", "combine-0.cubin"]
+FOLDER = f"combine-{'0' * 64}.cubin"  # which comes before the others
+FOREIGN = ["notes.txt", f"{STALE}.cubin.bak", "combine-0.cubin", FOLDER]
 STALE_TRITON = f"triton_gemm-{'b' * 64}.cubin"
 
 
 @pytest.fixture
 def used_cache(full_cache: Path) -> Path:
     """All kernels, the files of a kernel of another version, and files that are not the cache's."""
-    for name in (*OF_STALE, *FOREIGN, STALE_TRITON):
+    for name in {*OF_STALE, *FOREIGN, STALE_TRITON} - {FOLDER}:
         (full_cache / name).write_bytes(b"x" * 1000)
+    (full_cache / FOLDER).mkdir()
     return full_cache
 
 
@@ -38,7 +40,7 @@ def test_the_cache_is_shown_and_left_alone(used_cache: Path, capsys: pytest.Capt
     before = names(used_cache)
     text, found = asked(capsys)
     assert names(used_cache) == before
-    kernels = sum(name.endswith(".cubin") for name in before) - 1  # without a foreign one
+    kernels = sum(name.endswith(".cubin") for name in before) - 2  # without foreign ones
     assert (found["kernels"], found["unused_kernels"], found["removed_kernels"]) == (kernels, 2, 0)
     assert f"{used_cache}: {kernels} kernels, " in text
     assert "2 are of other versions or compilers, and --prune deletes them" in text
