@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def args_of_one_node() -> list[str]:
-    _, deployment = yaml.safe_load_all((ROOT / "deploy/sglang.yaml").read_text())
+    *_, deployment = yaml.safe_load_all((ROOT / "deploy/sglang.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python3", "-m", "sglang.launch_server"]
     return container["args"]
