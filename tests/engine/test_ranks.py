@@ -6,7 +6,6 @@ No kernel pushes here: tests/emulator/test_ranks.py runs those. An engine decide
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from benchmarks.checkpoints.synthetic import write_checkpoint
 from benchmarks.engine.serve_demo import free_port
 from tests.conftest import has_hopper
 from tests.engine.conftest import ROOT, SHAPES, Served
+from tests.processes import kill_session
 
 pytestmark = pytest.mark.skipif(has_hopper(), reason="GPUs have windows: python -m benchmarks.engine.splits")
 RANKS, LIMIT_S = 2, 300
@@ -43,12 +43,6 @@ def test_a_draft_model_has_a_window_of_its_own(
     assert same > 0.95
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """End a rank and what it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def answers_of_ranks(models: tuple[str, ...], environment: dict[str, str], folder: Path) -> list[dict[str, Any]]:
     common = os.environ | environment | {"FP8MOE_EP": "push", "VLLM_DP_SIZE": str(RANKS)}
     common |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
@@ -61,8 +55,8 @@ def answers_of_ranks(models: tuple[str, ...], environment: dict[str, str], folde
             own = common | {"VLLM_DP_RANK": rank, "VLLM_DP_RANK_LOCAL": rank}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=own, text=True, start_new_session=True, **pipes))
-            stack.callback(end, ranks[-1])
-        limit = threading.Timer(LIMIT_S, lambda: [end(process) for process in ranks])
+            stack.callback(kill_session, ranks[-1])
+        limit = threading.Timer(LIMIT_S, lambda: [kill_session(process) for process in ranks])
         stack.callback(limit.cancel)
         limit.start()
         for rank, process in enumerate(ranks):

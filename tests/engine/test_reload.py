@@ -23,6 +23,7 @@ from fp8moe_plugin.layers.unquantized import is_quantized
 from tests import faults
 from tests.engine.conftest import COMPILED, RELOADABLE, ROOT, needs_compiler
 from tests.engine.damage import Change, only, poisoned
+from tests.processes import kill_session
 
 Tensors = dict[str, torch.Tensor]
 
@@ -140,7 +141,8 @@ class Host:
 
     def launch(self) -> subprocess.Popen[str]:
         command, pipe = [sys.executable, "-m", "tests.engine.reloads"], subprocess.PIPE
-        return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=pipe, stdout=pipe, text=True)
+        of_its_own = {"cwd": ROOT, "env": self.environment, "start_new_session": True}
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **of_its_own)
 
     def renew(self) -> None:
         """Take a new process on a GPU: vLLM 0.25.1 gives the next engine the rotary embedding of this one, on meta."""
@@ -149,7 +151,7 @@ class Host:
             self.process = self.launch()
 
     def end(self) -> None:
-        self.process.kill()
+        kill_session(self.process)
         self.process.communicate()
 
     def ask(self, command: dict[str, Any]) -> dict[str, Any]:
