@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def is_running(pid: int) -> bool:
@@ -15,7 +16,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def kill_session(leader: subprocess.Popen[str]) -> None:
+def kill_session(leader: subprocess.Popen[Any]) -> None:
     """Kill a process that was started with `start_new_session`, and all that it has started, such as workers."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGKILL)

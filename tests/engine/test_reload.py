@@ -141,8 +141,9 @@ class Host:
 
     def launch(self) -> subprocess.Popen[str]:
         command, pipe = [sys.executable, "-m", "tests.engine.reloads"], subprocess.PIPE
-        of_its_own = {"cwd": ROOT, "env": self.environment, "start_new_session": True}
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **of_its_own)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=self.environment, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
 
     def renew(self) -> None:
         """Take a new process on a GPU: vLLM 0.25.1 gives the next engine the rotary embedding of this one, on meta."""

@@ -1,9 +1,7 @@
 """SGLang's own server, started as `make serve ENGINE=sglang` does, in processes that it spawns itself."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import time
 import urllib.error
@@ -17,6 +15,7 @@ from benchmarks.checkpoints.answers import random_prompts
 from benchmarks.engine.serve_demo import free_port, sglang_command
 from tests.engine.generate import GENERATED, PROMPT_TOKENS, PROMPTS
 from tests.engine.sglang.conftest import ENVIRONMENT, ROOT
+from tests.processes import kill_session
 
 READY_TIMEOUT_S = 600
 HTTP = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not through a proxy that the environment names
@@ -38,8 +37,7 @@ def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             wait_until_ready(process, f"http://127.0.0.1:{port}", log)
             yield f"http://127.0.0.1:{port}"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and with it all it started
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_session(process)
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
