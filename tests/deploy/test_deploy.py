@@ -19,10 +19,10 @@ from fp8moe_plugin.layers.fallback import BACKEND as ENGINE
 from fp8moe_plugin.layers.metrics import REGISTRY
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.settings import Settings, variable
+from tests.deploy.manifests import DEPLOY, objects
 from warmup.options import parse
 
 ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
 METRICS = set(re.findall(r"^\| `(fp8moe_\w+)", (ROOT / "docs" / "operation.md").read_text(), re.MULTILINE))
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
@@ -115,12 +115,9 @@ def test_alerts_name_the_pod_and_the_labels_that_metrics_have() -> None:
 
 def pod_specs() -> dict[str, dict[str, Any]]:
     """Returns the specs of all pods, by a name."""
-    kinds = {}
-    for name in ("kubernetes.yaml", "leaderworkerset.yaml"):
-        kinds |= {one["kind"]: one["spec"] for one in yaml.safe_load_all((DEPLOY / name).read_text())}
-    group = kinds["LeaderWorkerSet"]["leaderWorkerTemplate"]
+    group = objects("leaderworkerset.yaml")["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
     return {
-        "deployment": kinds["Deployment"]["template"]["spec"],
+        "deployment": objects("kubernetes.yaml")["Deployment"]["spec"]["template"]["spec"],
         "leader": group["leaderTemplate"]["spec"],
         "worker": group["workerTemplate"]["spec"],
     }
@@ -160,9 +157,8 @@ def test_both_nodes_of_a_group_run_the_command_of_the_script() -> None:
 
 def test_the_controller_can_make_its_headless_service() -> None:
     """Nodes find the leader by a service with the name of the set. The controller takes any that exists for its own."""
-    objects = yaml.safe_load_all((DEPLOY / "leaderworkerset.yaml").read_text())
-    names = {one["kind"]: one["metadata"]["name"] for one in objects}
-    assert names["Service"] != names["LeaderWorkerSet"]
+    found = objects("leaderworkerset.yaml")
+    assert found["Service"]["metadata"]["name"] != found["LeaderWorkerSet"]["metadata"]["name"]
 
 
 def test_a_node_without_a_server_exports_its_metrics() -> None:
@@ -178,11 +174,7 @@ def test_a_node_without_a_server_exports_its_metrics() -> None:
 
 
 def test_a_rollout_waits_for_the_slowest_start() -> None:
-    (deployment,) = [
-        one["spec"]
-        for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
-        if one["kind"] == "Deployment"
-    ]
+    deployment = objects("kubernetes.yaml")["Deployment"]["spec"]
     (container,) = deployment["template"]["spec"]["containers"]
     start = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
     assert start + deployment["minReadySeconds"] < deployment["progressDeadlineSeconds"]
@@ -190,17 +182,17 @@ def test_a_rollout_waits_for_the_slowest_start() -> None:
 
 def test_drained_nodes_leave_a_replica() -> None:
     for name in ("kubernetes.yaml", "sglang.yaml"):
-        objects = {one["kind"]: one for one in yaml.safe_load_all((DEPLOY / name).read_text())}
-        kubernetes_validate.validate(objects["PodDisruptionBudget"], kubernetes_validate.latest_version(), strict=True)
-        budget, deployment = objects["PodDisruptionBudget"]["spec"], objects["Deployment"]["spec"]
+        found = objects(name)
+        kubernetes_validate.validate(found["PodDisruptionBudget"], kubernetes_validate.latest_version(), strict=True)
+        budget, deployment = found["PodDisruptionBudget"]["spec"], found["Deployment"]["spec"]
         assert budget["selector"]["matchLabels"].items() <= deployment["template"]["metadata"]["labels"].items()
         assert 0 < budget["maxUnavailable"] < deployment["replicas"]
 
 
 def test_the_manifest_of_sglang_has_another_command_and_no_other_difference() -> None:
-    manifests = [list(yaml.safe_load_all((DEPLOY / name).read_text())) for name in ("kubernetes.yaml", "sglang.yaml")]
-    for *_, deployment in manifests:
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    manifests = [objects(name) for name in ("kubernetes.yaml", "sglang.yaml")]
+    for found in manifests:
+        (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
         for field in ("name", "command", "args"):
             container.pop(field, None)
         container["env"] = [one for one in container["env"] if one["name"] not in ("HOME", "USER")]

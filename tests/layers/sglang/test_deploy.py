@@ -8,17 +8,17 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang")
 
-import yaml
 from sglang.srt.observability import metrics_collector
 from sglang.srt.server_args import ServerArgs
+
+from tests.deploy.manifests import objects
 
 pytestmark = pytest.mark.seam
 ROOT = Path(__file__).parents[3]
 
 
 def args_of_one_node() -> list[str]:
-    *_, deployment = yaml.safe_load_all((ROOT / "deploy/sglang.yaml").read_text())
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (container,) = objects("sglang.yaml")["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python3", "-m", "sglang.launch_server"]
     return container["args"]
 

@@ -1,0 +1,16 @@
+"""The objects of deploy/'s manifests."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def objects(manifest: str) -> dict[str, Any]:
+    """Returns the objects of a manifest by their kind, of which each has one."""
+    found = list(yaml.safe_load_all((DEPLOY / manifest).read_text()))
+    by_kind = {one["kind"]: one for one in found}
+    assert len(by_kind) == len(found)
+    return by_kind
