@@ -182,9 +182,8 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         biases.add_to(sum);
         store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
         if (!out.done.counters) return;
-        __threadfence();
         named_barrier(kMathBarrier, kMathThreads);
-        if (threadIdx.x == 0) atomicAdd(out.done.of_tile(tile), 1);
+        if (threadIdx.x == 0) count_released(out.done.of_tile(tile));
     }
 }
 

@@ -244,9 +244,9 @@ DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Sha
             float scale = present_scale(weight * store_quantized(value, codes_at(q, lane)));
             if (lane == 0) out.scales[i64(tile) * kTokens + token] = scale;
             __syncwarp();
-            if (lane == 0) __threadfence();  // slower than a short tile, so only if something was written
         }
-        if (lane == 0) atomicAdd(out.tokens_written + tile, 1);
+        if (lane == 0 && any) count_released(out.tokens_written + tile);  // slower than a short tile, so only then
+        if (lane == 0 && !any) atomicAdd(out.tokens_written + tile, 1);
     }
 }
 

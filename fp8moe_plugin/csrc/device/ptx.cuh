@@ -228,6 +228,18 @@ DEVICE int atomic_add_by_one_lane(int* counter, int value) {
                  : "memory");
     return value;
 }
+// Adds 1 to the counter. What this thread wrote before, and those that it has met at a barrier, is visible to who loads
+// the sum with load_acquire. __threadfence() is also sequentially consistent, and drops the L1 cache.
+DEVICE void count_released(int* counter) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+// The same, and returns what it was. What others wrote before they counted is visible to this thread and to those that
+// it meets at a barrier.
+DEVICE int count_acquired(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
 // Makes visible what others wrote before they counted; to TMA after fence_proxy_async_global.
 DEVICE int load_acquire(const int* counter) {
     int value;

@@ -11,9 +11,7 @@ struct DoneCounters {
     DEVICE int* of_tile(const Tile& tile) const { return counters + 1 + tile.row_tile * per_tile; }
     // By one thread, after all tiles of its block have been counted.
     DEVICE void count_block() const {
-        if (!counters) return;
-        __threadfence();
-        atomicAdd(counters, 1);
+        if (counters) count_released(counters);
     }
 };
 

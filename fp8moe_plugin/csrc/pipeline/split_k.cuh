@@ -18,13 +18,10 @@ struct Splits {
 // then visible past L1. By `threads` threads, from a multiple of `threads` on, which meet at a barrier; `flag` is 4
 // bytes of shared memory for their use.
 DEVICE bool comes_last(u32 flag, int* arrived, int splits, int barrier, int threads) {
-    __threadfence();
     named_barrier(barrier, threads);
-    if (threadIdx.x % threads == 0) store_shared(flag, u32(atomicAdd(arrived, 1) == splits - 1));
+    if (threadIdx.x % threads == 0) store_shared(flag, u32(count_acquired(arrived) == splits - 1));
     named_barrier(barrier, threads);
-    bool last = load_shared(flag);
-    if (last) __threadfence();
-    return last;
+    return load_shared(flag);
 }
 
 // Adds up the splits of a tile; false in a block that is not the last. The 256 sums of a token are contiguous, 16 bytes

@@ -120,6 +120,8 @@ inline void st_relaxed_sys_global_v4_u32(void* to, u32 a, u32 b, u32 c, u32 d) {
     const u32 values[] = {a, b, c, d};
     emu::store_to_peer(to, values, sizeof values);
 }
+inline void atom_acq_rel_gpu_global_add_s32(int& before, int* to, int value) { before = atomicAdd(to, value); }
+inline void red_release_gpu_global_add_s32(int* to, int value) { atomicAdd(to, value); }
 inline void atom_relaxed_gpu_global_add_s32(int& before, int* to, int value) { before = atomicAdd(to, value); }
 inline void red_relaxed_gpu_global_add_v4_f32(float* to, float a, float b, float c, float d) {
     if (uintptr_t(to) % 16) emu::fail("red.v4 to %p: not aligned", static_cast<void*>(to));
