@@ -2,9 +2,10 @@
 // w2[expert] @ q[expert, t] over the experts of token t, in float32. The router's weights are part of q's scales.
 //
 // A thread block owns 128 channels of the result, 64 per math warpgroup. It goes through the experts in ascending order
-// and through the K blocks of each; each of these units takes a stage. The `splits` thread blocks of a cluster
-// share their channels and take the units in turn, see cluster_sum.cuh: the partial sums that make up a token's result
-// depend on the experts of all tokens.
+// and through the K blocks of each; each of these units takes a stage. Where the math warps decode weights there are
+// two teams of them, which take the units in turn. The `splits` thread blocks of a cluster share their channels and
+// take the units in turn, see cluster_sum.cuh: the partial sums that make up a token's result depend on the experts of
+// all tokens.
 //
 // Nothing is added to the sums of a token that does not have the expert: even 0 times a product may be NaN.
 //
@@ -31,17 +32,22 @@
 
 constexpr int kTokens = TOKENS, kStages = STAGES;
 constexpr int kBlockN = 128, kBlockK = 128;
-constexpr int kMathWarps = 8;
+constexpr int kTeams = kDecodedToRegisters ? 2 : 1, kTeamWarps = 8, kMathWarps = kTeams * kTeamWarps;
 constexpr int kWeightWarp = kMathWarps, kTokenWarp = kWeightWarp + 1, kWarps = kTokenWarp + 1;
 static_assert(kWarps * kWarp == THREADS, "the launch has a thread for each role");
 constexpr int kFullArrivals = 3;  // the bytes of weights, the bytes of tokens, the copied weight scale
-using Cluster = ClusterSum<kTokens, kBlockN>;
+static_assert(kStages % kTeams == 0, "a stage is always the same team's");
+using Cluster = ClusterSum<kTokens, kBlockN, kTeams>;
 static_assert(Cluster::kMathThreads == kMathWarps * kWarp, "who sends and stores");
 
 template <int kCount>
 struct List : Once<kCount, sizeof(ExpertList)> {};
-using SharedMemory = Stages<STAGES, Weights<kBlockN>, Tokens<kTokens>, Parts<Cluster::kBytes>, TokenScales<kTokens>,
-                            WeightScales<1>, Full<1>, Empty<1>, Received<1>, List<1>, WeightTables<1>>;
+// Unused, so that a multiprocessor has room for one block: two of a cluster would share its bandwidth.
+template <int kKiB>
+struct Unused : Once<kKiB, 1024> {};
+using SharedMemory =
+    Stages<STAGES, Weights<kBlockN>, Tokens<kTokens>, Parts<Cluster::kBytes>, TokenScales<kTokens>, WeightScales<1>,
+           Full<1>, Empty<1>, Received<1>, List<1>, WeightTables<1>, Unused<kDecodedToRegisters ? 5 : 0>>;
 
 // A thread block's share of the work: its channels, and its rank among the blocks that share them.
 struct Share {
@@ -159,7 +165,6 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 struct PresentScales {
     float token[kTokens / 4], of_weights;
     RowScales<2> rows;
-    PresentScales() = default;
     template <class TokenScale>
     DEVICE PresentScales(WeightTile<SharedMemory> weights, TokenScale token_scale, const RowScales<2>& rows = {})
         : of_weights(weights.scale(0)), rows(rows) {
@@ -188,35 +193,23 @@ DEVICE void multiply_units(SharedMemory shared, Ring<kStages>& ring, Units units
     }
 }
 
-// multiply_stages, two units at a time: the second is decoded while the tensor cores multiply the first.
-DEVICE void multiply_decoded(SharedMemory shared, Ring<kStages>& ring, int units, int first,
-                             Fragment<kTokens> (&sum)[1]) {
+// The units of a team.
+DEVICE void multiply_decoded(SharedMemory shared, int team, int units, int first, Fragment<kTokens> (&sum)[1]) {
     int token = fragment_column(threadIdx.x);
+    Ring<kStages> ring{team};
     clear(sum);
-    for (; units > 0; units -= 2) {
-        const int stage[2] = {ring.stage, ring.stage + 1 < kStages ? ring.stage + 1 : 0};
-        Fragment<kTokens> product[2];
-        PresentScales scales[2];
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (i == units) break;
-            barrier_wait(shared.full(ring.stage), ring.phase);
-            wgmma_issue(product[i], WeightTile(shared, ring.stage).operand(first), shared.tokens(ring.stage, 0));
-            wgmma_commit();
-            // Before the wait, so that nothing is read of a stage when it is released.
-            auto token_scale = [&](int offset) { return shared.token_scale(stage[i], token + offset); };
-            scales[i] = PresentScales({shared, stage[i]}, token_scale);
-            ring.advance();
-        }
+    for (int unit = team; unit < units; unit += kTeams, ring.template advance_by<kTeams>()) {
+        int s = ring.stage;
+        barrier_wait(shared.full(s), ring.phase);
+        Fragment<kTokens> product;
+        wgmma_start(product, WeightTile(shared, s).operand(first), shared.tokens(s, 0));
+        // Before the wait: TMA would overwrite them in a released stage while they are being read.
+        auto token_scale = [&](int offset) { return shared.token_scale(s, token + offset); };
+        const PresentScales scales({shared, s}, token_scale);
         wgmma_finish(product);
+        release(shared, s);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (i == units) break;
-            release(shared, stage[i]);
-#pragma unroll
-            for (int e = 0; e < kTokens / 2; ++e) scales[i].add(sum[0][e], product[i][e], e);
-        }
+        for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[0][e], product[e], e);
     }
 }
 
@@ -239,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     if (threadIdx.x == 0) cluster.init();
     init_weights(shared.at<WeightTables>(0));
-    init_barriers(shared, kStages, kFullArrivals, kMathWarps);
+    init_barriers(shared, kStages, kFullArrivals, kTeamWarps);
     cluster.arrive();
 
     if (warp == kWeightWarp) {
@@ -249,6 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         load_tokens(shared, share, &q_map, scales, {tokens_written, tokens, share, list}, list);
         cluster.wait();
     } else {
+        const int team = warp / kTeamWarps, first = warp % kTeamWarps / 4 * 64;
         Fragment<kTokens> sum[1], biases;
         Ring<kStages> ring;
         clear(biases);
@@ -256,14 +250,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             const ExpertIds router{ids,           expert_map, ids_64,         shared_expert,
                                    tokens * topk, topk,       routed_experts, num_experts};
             const WeightedBiases<kTokens> weighted{bias, hidden, topk_weights, routed_scale, router};
-            if (share.split == 0) weighted.load(share.channel + warp / 4 * 64, tokens, biases);
+            if (share.split == 0 && team == 0) weighted.load(share.channel + first, tokens, biases);
         }
         if constexpr (kScalesOfRows)
-            multiply_units(shared, ring, {share, list}, share, list, w_scales, warp / 4 * 64, sum);
+            multiply_units(shared, ring, {share, list}, share, list, w_scales, first, sum);
         else if constexpr (kDecodedToRegisters)
-            multiply_decoded(shared, ring, share.units(list), warp / 4 * 64, sum);
+            multiply_decoded(shared, team, share.units(list), first, sum);
         else
-            multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), warp / 4 * 64, 0, sum);
+            multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), first, 0, sum);
         if constexpr (kBias)
 #pragma unroll
             for (int e = 0; e < kTokens / 2; ++e) sum[0][e] += biases[e];

@@ -96,6 +96,13 @@ TILES_PER_CLUSTER = 3
 # Measure again: when the stages of either small-batch kernel change (`SMALL_BATCH_STAGES`).
 DOWN_BLOCKS = {8: 64, 16: 80}
 
+# The fewest blocks of down_small_batch of packed MXFP4, for any number of tokens.
+# Measured: one token of DeepSeek-V4-Flash takes 0.96 of its time before with clusters of two and 0.84 with three, one
+# and two of gpt-oss 0.94 and 0.96 with three, 0.88 and 0.88 with four. Of 115 or 128 blocks, in clusters of five or
+# four, the last wait until others have ended: up to 1.25 ([115]).
+# Measure again: with `DOWN_BLOCKS`.
+PACKED_DOWN_BLOCKS = 80
+
 # The largest dense layer, in tokens, for which a warp of quantize takes two tokens instead of eight.
 # Measured: 5120x2048 and 7168x2048 with 32 to 256 tokens take 0.2 to 0.7 us less, most shapes with 8,192 1.5 to 3%
 # more ([070]).

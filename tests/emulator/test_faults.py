@@ -1067,18 +1067,18 @@ FAULTS = {
         "AssertionError",
         multiprocessors=CLUSTERS,
     ),
-    "the second unit of two has the scales of the first": Fault(
+    "a team multiplies the units of the other": Fault(
         "down_small_batch.cu",
-        "PresentScales({shared, stage[i]}",
-        "PresentScales({shared, stage[0]}",
+        "Ring<kStages> ring{team};",
+        "Ring<kStages> ring;",
         packed_small_batch,
-        "AssertionError",
+        "deadlock|livelock|AssertionError",
         multiprocessors=CLUSTERS,
     ),
-    "the first unit of two is multiplied again": Fault(
-        "down_small_batch.cu",
-        "WeightTile(shared, ring.stage)",
-        "WeightTile(shared, stage[0])",
+    "the sums of one team are added up": Fault(
+        "pipeline/cluster_sum.cuh",
+        "from < splits * kTeams;",
+        "from < splits;",
         packed_small_batch,
         "AssertionError",
         multiprocessors=CLUSTERS,
@@ -1252,7 +1252,11 @@ FAULTS = {
         "down_small_batch.cu", "sum[0][e] += biases[e];", "sum[0][e] += 0.f;", biases.small_batch, "AssertionError"
     ),
     "each split of a small batch adds the bias": Fault(
-        "down_small_batch.cu", "if (share.split == 0) weighted", "weighted", biases.small_batch, "AssertionError"
+        "down_small_batch.cu",
+        "if (share.split == 0 && team == 0) weighted",
+        "weighted",
+        biases.small_batch,
+        "AssertionError",
     ),
     "biases of a small batch have no weight": Fault(
         "epilogue/weighted_biases.cuh",

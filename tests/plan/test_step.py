@@ -2,6 +2,7 @@
 
 import pytest
 
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.launches.backends import BACKENDS
@@ -77,6 +78,8 @@ def test_small_batch_kernels_share_a_multiprocessor(kind, weights):
     for pair in (first, first), (first, second):
         assert sum(key.smem_bytes + 1024 for key in pair) <= MULTIPROCESSOR_SMEM_BYTES
         assert sum(key.threads for key in pair) <= 2048
+    if weights is PACKED_MXFP4:
+        assert 2 * (second.smem_bytes + 1024) > MULTIPROCESSOR_SMEM_BYTES
 
 
 @pytest.mark.parametrize(("channels", "most"), [(2048, 1), (256, 13)])
@@ -103,7 +106,14 @@ def test_tiles_of_batched_packed_experts_follow_the_expected_rows():
 
 def test_channels_of_models_are_shared_by():
     shares = {2048: (4, 5), 3072: (3, 4), 4096: (2, 3), 5120: (2, 2), 7168: (2, 2), 8192: (1, 2)}
-    assert {hidden: (down_splits(hidden, 8), down_splits(hidden, 16)) for hidden in shares} == shares
+    assert {hidden: (down_splits(hidden, 64), down_splits(hidden, 80)) for hidden in shares} == shares
+
+
+def test_more_blocks_share_channels_of_packed_experts():
+    steps = [
+        plan_layer(LayerSpec(MoeShape(6, 4096, 256, 256, 256), weights), 1) for weights in (FP8_BLOCK, PACKED_MXFP4)
+    ]
+    assert [step.down_splits for step in steps if isinstance(step, SmallBatchStep)] == [2, 3]
 
 
 def test_few_tiles_go_to_one_cluster_more():

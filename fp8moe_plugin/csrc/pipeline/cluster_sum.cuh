@@ -6,12 +6,12 @@
 
 constexpr int kMostSplits = MAX_CLUSTER_SPLITS;
 
-// Of kChannels channels, 64 per warpgroup.
-template <int kTokens, int kChannels>
+// Of kChannels channels, 64 per warpgroup. Each of a block's teams of warps has partial sums of all of them.
+template <int kTokens, int kChannels, int kTeams = 1>
 struct ClusterSum {
-    static constexpr int kMathThreads = kChannels * 2;
+    static constexpr int kTeamThreads = kChannels * 2, kMathThreads = kTeams * kTeamThreads;
     static constexpr u32 kBytesPart = kChannels * 4;  // partial sums of a token
-    static constexpr u32 kBytes = (kTokens + kMostSplits - 1) * kBytesPart;
+    static constexpr u32 kBytes = (kTokens + kMostSplits - 1) * kTeams * kBytesPart;
 
     u32 parts, received;  // in shared memory: kBytes, and an mbarrier
     int splits, split, tokens, reciprocal;
@@ -23,13 +23,13 @@ struct ClusterSum {
     // Block t % splits stores token t, in round t / splits. Avoids the division; exact up to 128 tokens and 8 splits.
     DEVICE int round_of(int token) const { return token * reciprocal >> 11; }
     DEVICE int stored() const { return (tokens - split + splits - 1) / splits; }
-    DEVICE u32 part(int round, int from) const { return parts + (round * splits + from) * kBytesPart; }
+    DEVICE u32 part(int round, int from) const { return parts + (round * splits * kTeams + from) * kBytesPart; }
 
     // By one thread, before the blocks of the cluster meet.
     DEVICE void init() const {
         barrier_init(received, 1);
         barrier_init_fence();
-        barrier_arrive_expect(received, stored() * splits * kBytesPart);
+        barrier_arrive_expect(received, stored() * splits * kTeams * kBytesPart);
     }
 
     // The blocks of the cluster meet: all threads call arrive(), then wait(). A single block skips this, as its math
@@ -43,7 +43,8 @@ struct ClusterSum {
 
     // Sends the sums, once. Rows of the fragment are channels, columns tokens; a thread's two channels are adjacent.
     DEVICE void send(const Fragment<kTokens>& sum) const {
-        int lane = lane_of_warp(), at = (threadIdx.x / kWarp * 8 + lane / 4) * 8;
+        int lane = lane_of_warp(), at = (threadIdx.x % kTeamThreads / kWarp * 8 + lane / 4) * 8;
+        int from = split * kTeams + threadIdx.x / kTeamThreads;
 #pragma unroll
         for (int i = 0; i < kTokens / 4; ++i) {
             int token = fragment_column(lane) + column_offset(i), e = element_at(0, i);
@@ -51,9 +52,9 @@ struct ClusterSum {
             int round = round_of(token), to = token - round * splits;
             float2 pair = make_float2(sum[e], sum[e + 2]);
             if (splits > 1)
-                store_async(in_block(part(round, split) + at, to), pair, in_block(received, to));
+                store_async(in_block(part(round, from) + at, to), pair, in_block(received, to));
             else  // st.async needs a launch with clusters
-                store_shared(part(round, split) + at, make_uint2(__float_as_uint(pair.x), __float_as_uint(pair.y)));
+                store_shared(part(round, from) + at, make_uint2(__float_as_uint(pair.x), __float_as_uint(pair.y)));
         }
     }
 
@@ -70,7 +71,7 @@ struct ClusterSum {
                 (pair / 8 * 8 + pair % 4 * 2) * 8 + pair / 4 % 2 * 4;  // of the first channel; the second is 8 bytes on
             float first = 0.f, second = 0.f;
 #pragma unroll 4
-            for (int from = 0; from < splits; ++from) {
+            for (int from = 0; from < splits * kTeams; ++from) {
                 first += load_shared_float(part(round, from) + at);
                 second += load_shared_float(part(round, from) + at + 8);
             }

@@ -38,9 +38,9 @@ SMALL_BATCH_TOKENS = (8, 16)  # padded token counts of the small-batch kernels
 # former, and the shared memory that they need. An SM has room for a block of each.
 SMALL_BATCH_STAGES = {(8, 8): (6, 6), (16, 8): (5, 5), (16, 4): (4, 6)}
 SMALL_BATCH_KIB = {(8, 8): (113, 111), (16, 8): (113, 103), (16, 4): (97, 121)}
-# The same for packed MXFP4, where a stage holds a whole K block.
-PACKED_SMALL_BATCH_STAGES = {(8, 8): (5, 12), (16, 8): (4, 10), (16, 4): (4, 10)}
-PACKED_SMALL_BATCH_KIB = {(8, 8): (102, 123), (16, 8): (102, 118), (16, 4): (102, 118)}
+# The same for packed MXFP4, where a stage holds a whole K block, and an SM has no room for two blocks of the latter.
+PACKED_SMALL_BATCH_STAGES = {(8, 8): (5, 10), (16, 8): (4, 8), (16, 4): (4, 8)}
+PACKED_SMALL_BATCH_KIB = {(8, 8): (102, 116), (16, 8): (102, 114), (16, 4): (102, 114)}
 SMALL_BATCH_HIDDEN = SMALL_BATCH_K_BLOCKS * GROUP * max(cluster for _, cluster in SMALL_BATCH_STAGES)
 MAX_RANKS = 8  # of an expert-parallel group with windows
 MAX_PUSHED_GROUPS = 256  # groups of 128 channels of a token, in push_tokens
@@ -229,7 +229,8 @@ def down_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> K
     """
     (_, stages), (_, kib) = _small_batch_memory(spec, padded_tokens, cluster)
     defines = (("STAGES", stages), ("TOKENS", padded_tokens), *_weight_macros(spec.weights, spec.bias))
-    return KernelKey("down_small_batch", defines, 320, kib * KIB)
+    math_warps = 16 if spec.weights is PACKED_MXFP4 else 8  # decoding takes more
+    return KernelKey("down_small_batch", defines, 32 * (math_warps + 2), kib * KIB)
 
 
 # ---- dense GEMMs ---------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ from fp8moe_plugin.plan.tuning import (
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
+    PACKED_DOWN_BLOCKS,
     SPLIT_BYTES,
     TILES_PER_CLUSTER,
 )
@@ -176,13 +177,14 @@ def small_batch_step(
     shape = spec.shape
     cluster = gate_up_cluster(padded_tokens, shape.hidden)
     tiles = min(tokens * shape.topk, shape.local_experts) * (shape.intermediate // GROUP)
+    down_blocks = PACKED_DOWN_BLOCKS if spec.weights in PACKED_FORMATS else DOWN_BLOCKS[padded_tokens]
     return SmallBatchStep(
         spec=spec,
         tokens=tokens,
         padded_tokens=padded_tokens,
         cluster=cluster,
         clusters=gate_up_clusters(tiles, multiprocessors, cluster, tuning),
-        down_splits=down_splits(shape.hidden, padded_tokens, multiprocessors),
+        down_splits=down_splits(shape.hidden, down_blocks, multiprocessors),
         gate_up=gate_up_small_batch_key(spec, padded_tokens, cluster),
         down=down_small_batch_key(spec, padded_tokens, cluster),
         scratch=small_batch_scratch(shape, tokens, padded_tokens),
@@ -206,14 +208,14 @@ def gate_up_clusters(tiles: int, multiprocessors: int, cluster: int, tuning: Gpu
     return min(tiles, clusters if tiles <= TILES_PER_CLUSTER * clusters else fewer)
 
 
-def down_splits(hidden: int, padded_tokens: int, multiprocessors: int = MULTIPROCESSORS) -> int:
-    """Returns how many blocks share 128 channels of down_small_batch by splitting K.
+def down_splits(hidden: int, blocks: int, multiprocessors: int = MULTIPROCESSORS) -> int:
+    """Returns how many blocks share 128 channels of down_small_batch by splitting K, so that it has at least `blocks`.
 
     The number is just large enough to keep up with GEMM 1, which runs concurrently: more blocks would take memory
     bandwidth from it.
     """
     columns = hidden // GROUP
-    wanted = min(ceil_div(DOWN_BLOCKS[padded_tokens], columns), MAX_CLUSTER_SPLITS)
+    wanted = min(ceil_div(blocks, columns), MAX_CLUSTER_SPLITS)
     return min(wanted, max(multiprocessors // columns, 1))
 
 
