@@ -220,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if constexpr (kMoreWidths) {
                 switch (padded) {
                     case 40: compute_tile<40>(shared, ring, in, out, tile, warpgroup); continue;
+                    case 24: compute_tile<24>(shared, ring, in, out, tile, warpgroup); continue;
                     case 48: compute_tile<48>(shared, ring, in, out, tile, warpgroup); continue;
                 }
             }

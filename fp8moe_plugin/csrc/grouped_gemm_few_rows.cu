@@ -208,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             const int padded = padded_tokens(tile.rows);
             if constexpr (kMoreWidths) {
                 switch (padded) {
+                    case 24: compute_tile<24>(shared, ring, in, bias, d, tile, warpgroup); continue;
                     case 40: compute_tile<40>(shared, ring, in, bias, d, tile, warpgroup); continue;
                     case 48: compute_tile<48>(shared, ring, in, bias, d, tile, warpgroup); continue;
                 }

@@ -121,7 +121,8 @@ def test_every_kind_of_call_has_the_bits_of_block_fp8(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "span", "seed", "tile"), [(5, 15, 1, FEW_ROWS), (20, 40, 2, UNTAILED), (40, 70, 1, FEW_ROWS)]
+    ("tokens", "span", "seed", "tile"),
+    [(5, 15, 1, FEW_ROWS), (20, 40, 2, UNTAILED), (20, 30, 1, FEW_ROWS), (40, 70, 1, FEW_ROWS)],
 )
 def test_wider_blocks_take_further_steps(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, span: int, seed: int, tile: RowTile

@@ -39,7 +39,8 @@ DEVICE void wgmma_results_ready(float (&d)[kBlocks][kCount]) {
 #define OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OUT8(i) OUT4(i), OUT4(i + 4)
 #define NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define NAMES_16 NAMES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define NAMES_12 NAMES_8 ",%8,%9,%10,%11"
+#define NAMES_16 NAMES_12 ",%12,%13,%14,%15"
 #define NAMES_20 NAMES_16 ",%16,%17,%18,%19"
 #define NAMES_24 NAMES_20 ",%20,%21,%22,%23"
 #define NAMES_32 NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
@@ -52,6 +53,7 @@ DEVICE void wgmma_results_ready(float (&d)[kBlocks][kCount]) {
 #define NAMES_88 NAMES_80 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define NAMES_96 NAMES_88 ",%88,%89,%90,%91,%92,%93,%94,%95"
 #define OUTS_8 OUT8(0)
+#define OUTS_12 OUTS_8, OUT4(8)
 #define OUTS_16 OUTS_8, OUT8(8)
 #define OUTS_20 OUTS_16, OUT4(16)
 #define OUTS_24 OUTS_16, OUT8(16)
@@ -104,6 +106,7 @@ struct RegistersA {
     }
 WGMMA_A_IN_REGISTERS(8, "%0,%1,%2,%3", OUT4(0), "%4,%5,%6,%7", "%8", "%9")
 WGMMA_A_IN_REGISTERS(16, NAMES_8, OUTS_8, "%8,%9,%10,%11", "%12", "%13")
+WGMMA_A_IN_REGISTERS(24, NAMES_12, OUTS_12, "%12,%13,%14,%15", "%16", "%17")
 WGMMA_A_IN_REGISTERS(32, NAMES_16, OUTS_16, "%16,%17,%18,%19", "%20", "%21")
 WGMMA_A_IN_REGISTERS(40, NAMES_20, OUTS_20, "%20,%21,%22,%23", "%24", "%25")
 WGMMA_A_IN_REGISTERS(48, NAMES_24, OUTS_24, "%24,%25,%26,%27", "%28", "%29")

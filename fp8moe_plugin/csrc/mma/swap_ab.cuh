@@ -10,7 +10,7 @@
 // padding, so their kernels have more widths.
 constexpr bool kMoreWidths = kDecodedToRegisters;
 DEVICE int padded_tokens(int rows) {
-    if (kMoreWidths && rows > 32 && rows <= 48) return rows <= 40 ? 40 : 48;
+    if (kMoreWidths && rows > 16 && rows <= 48) return (rows + 7) / 8 * 8;
     return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
 }
 

@@ -237,6 +237,7 @@ inline void wgmma(float& d, T... operands) {
     }
 WGMMA(8)
 WGMMA(16)
+WGMMA(24)
 WGMMA(32)
 WGMMA(40)
 WGMMA(48)
