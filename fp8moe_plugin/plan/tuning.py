@@ -64,12 +64,17 @@ KEEP_B_UP_TO = 256
 # Measure again: when the bandwidth of either path changes by more than 1%.
 SMALL_BATCH_BYTES = 3 * 2**28
 
-# The same for experts in packed MXFP4.
-# Measured: one token of DeepSeek-V4-Flash, 80 MB, takes 32.9 us, 36.8 with the other kernels; one of an eighth of its
-# channels, 10 MB, 11.5 and 27.3; eight of Flash, 640 MB, 186 and 155 ([078]). Rates and fixed times that fit these
-# cross at 185 MB.
-# Measure again: two to six tokens of Flash, 160 to 480 MB.
-PACKED_SMALL_BATCH_BYTES = 2**27
+# The same for up to eight tokens of experts in packed MXFP4.
+# Measured: two to eight tokens of DeepSeek-V4-Flash, 160 to 640 MB, take 0.82, 0.87, 0.90, 0.91, 0.94 and 0.99 of the
+# time with the other kernels, eight of a rank of V4-Pro, 280 MB, 0.82, and eight of gpt-oss, 440 MB, 0.98 ([115]).
+# Measure again: more than 640 MB.
+PACKED_SMALL_BATCH_BYTES = 2**30
+
+# The same for nine to sixteen tokens, where it is less.
+# Measured: nine and twelve tokens of an eighth of DeepSeek-V4-Flash's channels, 90 and 120 MB, take 0.82 and 0.93 of
+# the time with the other kernels, sixteen, 160 MB, 1.02; twelve of a rank of V4-Pro, 420 MB, 1.14 ([115]).
+# Measure again: on an H100.
+PACKED_WIDE_BATCH_BYTES = 2**27
 
 # The fewest K blocks per block of gate_up_small_batch in a batch of 9 to 16 tokens.
 # Measured: Qwen3 (hidden 2048) with clusters of eight, two K blocks per block, was slower than five launches at 12

@@ -82,11 +82,13 @@ def test_small_batch_kernels_share_a_multiprocessor(kind, weights):
         assert 2 * (second.smem_bytes + 1024) > MULTIPROCESSOR_SMEM_BYTES
 
 
-@pytest.mark.parametrize(("channels", "most"), [(2048, 1), (256, 13)])
-def test_small_batches_of_packed_weights_read_fewer_bytes(channels, most):
-    shape = MoeShape(6, 4096, channels, 256, 256)
-    assert isinstance(plan_layer(LayerSpec(shape), most + 1), SmallBatchStep)
-    steps = [plan_layer(LayerSpec(shape, weights=PACKED_MXFP4), tokens) for tokens in (most, most + 1)]
+@pytest.mark.parametrize(
+    ("channels", "local_experts", "most"),
+    [(2048, 256, 8), (4096, 256, 6), (256, 256, 13), (4096, 32, 8), (4096, 8, 16)],
+)
+def test_small_batches_of_packed_weights_read_fewer_bytes(channels, local_experts, most):
+    spec = LayerSpec(MoeShape(6, 4096, channels, local_experts, 256), weights=PACKED_MXFP4)
+    steps = [plan_layer(spec, tokens) for tokens in (most, most + 1)]
     assert [type(step) for step in steps] == [SmallBatchStep, SortedStep]
 
 

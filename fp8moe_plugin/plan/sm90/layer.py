@@ -49,6 +49,7 @@ from fp8moe_plugin.plan.tuning import (
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
     PACKED_DOWN_BLOCKS,
+    PACKED_WIDE_BATCH_BYTES,
     SPLIT_BYTES,
     TILES_PER_CLUSTER,
 )
@@ -155,10 +156,12 @@ def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
         return 0
     nbytes = spec.weights.weight.nbytes(3 * intermediate, hidden)  # of an expert
     packed = spec.weights in PACKED_FORMATS
+    fewer, more = SMALL_BATCH_TOKENS
     most = tuning.packed_small_batch_bytes if packed else tuning.small_batch_bytes
+    if packed and tokens > fewer:
+        most = min(most, PACKED_WIDE_BATCH_BYTES)
     if nbytes * pairs * local_experts / global_experts > most:
         return 0
-    fewer, more = SMALL_BATCH_TOKENS
     if tokens <= fewer:
         return fewer
     k_blocks = hidden // GROUP // gate_up_cluster(more, hidden)
