@@ -1,11 +1,16 @@
-// Chooses the experts of each token from the logits of its router, as vLLM's softmax router does.
+// Chooses the experts of each token from the logits of its router, as vLLM's softmax router does, and computes the
+// weight of its shared expert.
 //
 // In:   logits   float32, or with logits_bf16 = 1 bfloat16, [T, experts]
 //       padding  bool [T], whether to choose no expert: id -1 and weight 0; or null
-// Out:  weights  float32 [T, topk], the softmax of the chosen logits; with renormalize = 1 divided by their sum
+//       x, shared_gate  bfloat16 [T, 8 * vectors] and [8 * vectors], the tokens and the gate of their shared expert; or
+//                       null, if it has none
+// Out:  weights  float32 [T, topk], the softmax of the chosen logits; with renormalize = 1 divided by their sum. With
+//                shared_gate [T, topk + 1], the last sigmoid(shared_gate . x)
 //       ids      int32 [T, topk], the largest logit first, of equal ones that with the lower index
 //
-// A warp per token; a lane has every 32nd expert. topk: at most 32, and at most `experts`. With PDL it starts while the
+// A warp per token; a lane has every 32nd expert. topk: at most 32, and at most `experts`. Grid: [blocks of tokens], or
+// with shared_gate [blocks of tokens, 2]: those with y = 1 compute only its weights. With PDL it starts while the
 // previous kernel runs, and before it does anything waits for its end. Then the next kernel may start, which waits for
 // the ids.
 #include "device/common.cuh"
@@ -90,6 +95,34 @@ DEVICE float choose(const float (&values)[kValues], int experts, int topk, bool 
     return renormalize ? own / sum : own;
 }
 
+// ---- the weight of the shared expert -------------------------------------------------------------------------------
+
+constexpr int kVectorsInFlight = 4;  // of x and of the gate, per lane
+
+// sigmoid(gate . x), the same on all lanes.
+DEVICE float gate_weight(const uint4* x, const uint4* gate, int vectors) {
+    float logit = 0.f;
+    for (int first = lane_of_warp(); first < vectors; first += kVectorsInFlight * kWarp) {
+        uint4 row[2][kVectorsInFlight];
+#pragma unroll
+        for (int i = 0; i < kVectorsInFlight; ++i) {
+            const int at = first + i * kWarp;
+            row[0][i] = row[1][i] = make_uint4(0, 0, 0, 0);
+            if (at < vectors) row[0][i] = x[at], row[1][i] = gate[at];
+        }
+#pragma unroll
+        for (int i = 0; i < kVectorsInFlight; ++i) {
+            float value[2][8];
+            unpack_eight(row[0][i], value[0]), unpack_eight(row[1][i], value[1]);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) logit += value[0][c] * value[1][c];
+        }
+    }
+#pragma unroll
+    for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) logit += __shfl_xor_sync(kAllLanes, logit, lanes);
+    return 1.f / (1.f + expf(-logit));
+}
+
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 template <int kValues>
@@ -101,15 +134,22 @@ DEVICE float choose_for(const void* logits, bool logits_bf16, int token, int exp
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    choose_experts(const void* logits, const u8* padding, float* weights, int* ids, int logits_bf16, int tokens,
-                   int experts, int topk, int renormalize) {
+    choose_experts(const void* logits, const u8* padding, const uint4* x, const uint4* shared_gate, float* weights,
+                   int* ids, int logits_bf16, int tokens, int experts, int topk, int renormalize, int vectors) {
     wait_for_previous_kernel();  // router_gemm, or whatever made the logits
     let_next_kernel_start();
     const int token = blockIdx.x * (THREADS / kWarp) + threadIdx.x / kWarp, lane = lane_of_warp();
     if (token >= tokens) return;
+    const bool exists = !padding || !padding[token];
+    weights += i64(token) * (shared_gate ? topk + 1 : topk);
     float weight = 0.f;
+    if (blockIdx.y) {
+        if (exists) weight = gate_weight(x + i64(token) * vectors, shared_gate, vectors);
+        if (lane == 0) weights[topk] = weight;
+        return;
+    }
     int id = -1;
-    if (!padding || !padding[token]) {
+    if (exists) {
         if (experts <= 4 * kWarp)
             weight = choose_for<4>(logits, logits_bf16, token, experts, topk, renormalize, id);
         else if (experts <= 8 * kWarp)
@@ -117,5 +157,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         else
             weight = choose_for<MAX_ROUTER_EXPERTS / kWarp>(logits, logits_bf16, token, experts, topk, renormalize, id);
     }
-    if (lane < topk) weights[i64(token) * topk + lane] = weight, ids[i64(token) * topk + lane] = id;
+    if (lane < topk) weights[lane] = weight, ids[i64(token) * topk + lane] = id;
 }

@@ -18,8 +18,8 @@
 //       scales    float32 [experts listed, I / 128, TOKENS]; kAbsent where the token does not have the expert
 //       tokens_written  int32 [experts listed, I / 128], tokens of a unit that have been written
 //       ids, expert_map  see expert_ids.cuh; the experts are listed as in expert_list.cuh
-//       BIAS: bias  float32 [experts, H], added to W2[e] @ q[e, t];    topk_weights, routed_scale  as
-//       gate_up_small_batch
+//       BIAS: bias  float32 [experts, H], added to W2[e] @ q[e, t];    topk_weights, weight_columns,
+//       routed_scale  as gate_up_small_batch
 // Out:  out       bfloat16 [tokens, H]
 //
 // Grid: H / 128 clusters of `splits` thread blocks.
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                      const WeightScale* w_scales, const float* scales, const int* tokens_written, const void* ids,
                      const int* expert_map, u16* out, int ids_64, int shared_expert, int routed_experts,
                      int num_experts, int tokens, int topk, int hidden, int intermediate, int splits, const float* bias,
-                     const float* topk_weights, float routed_scale) {
+                     const float* topk_weights, float routed_scale, int weight_columns) {
     SharedMemory shared{dynamic_shared_address()};
     const Share share(hidden, intermediate, splits);
     const Cluster cluster{shared.parts(), shared.received(0), splits, share.split, tokens};
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if constexpr (kBias) {  // while gate_up_small_batch runs; once for the cluster
             const ExpertIds router{ids,           expert_map, ids_64,         shared_expert,
                                    tokens * topk, topk,       routed_experts, num_experts};
-            const WeightedBiases<kTokens> weighted{bias, hidden, topk_weights, routed_scale, router};
+            const WeightedBiases<kTokens> weighted{bias, hidden, topk_weights, weight_columns, routed_scale, router};
             if (share.split == 0 && team == 0) weighted.load(share.channel + first, tokens, biases);
         }
         if constexpr (kScalesOfRows)

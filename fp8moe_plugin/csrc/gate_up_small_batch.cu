@@ -10,10 +10,10 @@
 //
 // In:   w_map       of w13, see gate_up_rows.cuh;    bias  with BIAS, float32 [experts, 2 * I], added to w13 @ x
 //       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
-//       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, topk - shared_expert]
+//       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, weight_columns]
 // Out:  q           e4m3 [experts listed, TOKENS, I]; not written for a token that does not have the expert
 //       scales      float32 [experts listed, I / 128, TOKENS], times the router's weight and routed_scale, or times 1
-//                   for the shared expert; kAbsent for a token that does not have the expert
+//                   in a column without weights, the shared expert's; kAbsent for a token that does not have the expert
 //       tokens_written  int32 [experts listed, I / 128], number of tokens with results in memory, per tile
 // UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
@@ -213,13 +213,12 @@ DEVICE uint2 activated(SharedMemory shared, int finished, const ChannelValues& v
 }
 
 DEVICE void finish_token(SharedMemory shared, const ProblemSize& size, const Share& share, int finished,
-                         const ExpertIds& router, const float* topk_weights, float routed_scale, const ExpertList& list,
-                         const WeightScale* w_scales, const Result& out) {
+                         const ExpertIds& router, const float* topk_weights, int weight_columns, float routed_scale,
+                         const ExpertList& list, const WeightScale* w_scales, const Result& out) {
     int lane = lane_of_warp(), groups = size.groups(), token = finished * kCluster + share.rank;
     int pair = token * size.topk + lane, tiles = list.count * groups;
     int own_expert = lane < size.topk ? router.expert_of(pair) : kNoExpert;  // one lane per column of topk
-    int routed = size.topk - router.shared_expert;
-    float own_weight = lane < routed ? topk_weights[token * routed + lane] * routed_scale : 1.f;
+    float own_weight = lane < weight_columns ? topk_weights[token * weight_columns + lane] * routed_scale : 1.f;
     u32 received = shared.received(finished), phase = 0;
     for (int tile = share.first_tile; tile < tiles; tile += share.tile_stride, phase ^= 1) {
         bool own = own_expert == list.experts[tile / groups], any = __ballot_sync(kAllLanes, own);
@@ -257,7 +256,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
                         const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
                         int* tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts,
                         int tokens, int topk, int hidden, int intermediate, float routed_scale, Activation activation,
-                        const float* bias) {
+                        const float* bias, int weight_columns) {
     SharedMemory shared{dynamic_shared_address()};
     const ProblemSize size{tokens, topk, hidden, intermediate};
     const Share share(size);
@@ -295,6 +294,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         cluster_wait();
         int finished = warp - kFinishWarp;
         if (finished * kCluster + share.rank < tokens)
-            finish_token(shared, size, share, finished, router, topk_weights, routed_scale, list, w_scales, result);
+            finish_token(shared, size, share, finished, router, topk_weights, weight_columns, routed_scale, list,
+                         w_scales, result);
     }
 }

@@ -9,6 +9,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.push import run_push_moe
+from fp8moe_plugin.ops.router_reference import gate_weights
 from fp8moe_plugin.ops.window import Window
 from fp8moe_plugin.plan.options import options_of
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
@@ -17,15 +18,17 @@ from fp8moe_plugin.plan.spec import Arrival, LayerSpec
 class Experts:
     """Experts with their spec and their tensors."""
 
-    def __init__(self, spec: LayerSpec, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
+    def __init__(self, spec: LayerSpec, tensors: Mapping[str, Any], names: Iterable[str], gate: Any = None) -> None:
         """
         Args:
             tensors: a mapping such as a module's `_parameters`. Each call looks them up, so an engine may replace them.
             names: the names of w13, its scales, w2, its scales, and if the layer has them of both biases.
+            gate: of the shared expert, a module whose `weight` is bfloat16 `[1, H]`; or None.
         """
         self.spec = spec
         self._tensors = tensors
         self._names = tuple(names)
+        self._gate = gate
         self._no_biases = () if spec.bias else (None, None)
         self._options = options_of(spec).text
 
@@ -65,6 +68,8 @@ class Experts:
     ) -> torch.Tensor:
         """Returns the weighted sum of each token's experts; see `ops.fused_moe`."""
         out = torch.empty_like(x, dtype=torch.bfloat16) if out is None else out
+        if self._gate is not None:
+            topk_weights = torch.cat([topk_weights, gate_weights(x, self._gate.weight)], 1)
         torch_ops.fused_moe(self._options, x, scale, *self.tensors, topk_weights, topk_ids, expert_map, out)
         return out
 
@@ -73,7 +78,8 @@ class Experts:
     ) -> torch.Tensor:
         """Returns the same sum for the experts that softmax top-k of these logits chooses; see `ops.routed_moe`."""
         out = torch.empty_like(x)
-        torch_ops.routed_moe(self._options, topk, renormalize, x, *self.tensors, logits, padding, out)
+        shared_gate = None if self._gate is None else self._gate.weight
+        torch_ops.routed_moe(self._options, topk, renormalize, x, *self.tensors, logits, padding, shared_gate, out)
         return out
 
     def run_pushed(

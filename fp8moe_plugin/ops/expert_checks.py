@@ -22,6 +22,7 @@ from fp8moe_plugin.ops.checks import (
     check_weights,
 )
 from fp8moe_plugin.ops.option_checks import as_activation, check_factor, check_flag, check_format
+from fp8moe_plugin.ops.router_checks import check_logits, check_shared_gate
 from fp8moe_plugin.ops.signature import MAX_SIGNATURES
 from fp8moe_plugin.plan.options import LayerOptions, layer_options
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
@@ -106,7 +107,9 @@ def check_layer_call(
     arrival = _check_arrival(hidden_states, hidden_scale)
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
-    check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=device)
+    check_tensor("topk_weights", topk_weights, dtype=torch.float32, device=device)
+    topk, gated = topk_ids.shape[1], options.shared_expert and topk_weights.shape[1:] == (topk_ids.shape[1] + 1,)
+    check_shape("topk_weights", topk_weights, (tokens, topk + gated))
     if expert_map is not None:
         check_tensor("expert_map", expert_map, dtype=torch.int32, shape=(None,), device=device)
         if not expert_map.numel():
@@ -118,8 +121,8 @@ def check_layer_call(
                 "shared_expert cannot be combined with expert_map: the ids must be local. Pass None as the "
                 "expert_map, or compute the shared expert as a dense layer."
             )
-    topk, known = topk_ids.shape[1] + options.shared_expert, None if expert_map is None else expert_map.numel()
-    spec = _called_spec(options, batch_invariant, layer, hidden_states.shape[1], topk, arrival, known)
+    topk, known = topk + options.shared_expert, None if expert_map is None else expert_map.numel()
+    spec = _called_spec(options, batch_invariant, layer, hidden_states.shape[1], topk, arrival, known, gated)
     return LayerFacts(spec, tokens, topk_ids.dtype == torch.int64, expert_map is not None)
 
 
@@ -137,25 +140,20 @@ def check_routed_call(
     w2_bias: torch.Tensor | None,
     logits: torch.Tensor,
     padding: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> LayerFacts:
     """Raise `InvalidInputError` unless these are valid tensors for `routed_moe`."""
     layer = w13, w13_scale, w2, w2_scale, w13_bias, w2_bias
     _check_tokens(options.weights, hidden_states, layer, out)
-    _check_logits(logits, padding, (len(hidden_states), len(w13)), hidden_states.device)
-    if options.shared_expert:
-        raise InvalidInputError(
-            "routed_moe computes no shared expert: it chooses among all experts. Call choose_experts, then fused_moe."
-        )
-    hidden = hidden_states.shape[1]
-    spec = _called_spec(options, batch_invariant, layer, hidden, topk, Arrival.STANDARD)
+    shared, gated, hidden = options.shared_expert, shared_gate is not None, hidden_states.shape[1]
+    check_logits(logits, padding, (len(hidden_states), len(w13) - shared), hidden_states.device)
+    if shared_gate is not None:
+        check_shared_gate(shared_gate, hidden_states)
+        if not shared:
+            raise InvalidInputError("shared_gate is not None, but the layer has no shared expert. Pass None.")
+    spec = _called_spec(options, batch_invariant, layer, hidden, topk + shared, Arrival.STANDARD, shared_gate=gated)
     return LayerFacts(spec, len(hidden_states))
-
-
-@CheckedOnce
-def check_logits(logits: torch.Tensor, padding: torch.Tensor | None) -> None:
-    """Raise `InvalidInputError` unless these are valid tensors for `choose_experts`."""
-    _check_logits(logits, padding, (None, None), None)
 
 
 @checked_for_options
@@ -200,6 +198,7 @@ def _called_spec(
     topk: int,
     arrival: Arrival,
     global_experts: int | None = None,
+    shared_gate: bool = False,
 ) -> LayerSpec:
     """Returns the spec of a call. Raises `InvalidInputError` for a layer that is not computed on the tensors' device.
 
@@ -209,11 +208,19 @@ def _called_spec(
         layer: tensors that have been checked.
     """
     check_factor("routed_scale", options.routed_scale)
+    if shared_gate and options.routed_scale != 1.0:
+        raise InvalidInputError(
+            f"routed_scale is {options.routed_scale}, needs 1.0 if topk_weights have a column for the shared expert. "
+            "Multiply the others by it."
+        )
     (w13, _, w2, _, bias, _), tensor = layer, options.weights.weight
     shape = MoeShape.of_w13(options.weights, w13.shape, hidden, topk, global_experts)
     further = tensor.further_steps(w13.shape, hidden), tensor.further_steps(w2.shape, shape.intermediate)
     spec = options.spec(shape, batch_invariant)._replace(
-        bias=bias is not None, further_steps=further, quantized=arrival is Arrival.QUANTIZED
+        shared_gate=shared_gate,
+        bias=bias is not None,
+        further_steps=further,
+        quantized=arrival is Arrival.QUANTIZED,
     )
     backend = devices.backend_of(w2)
     if refusal := backend.refusal(spec, arrival) if backend else reference.refusal(spec):
@@ -258,14 +265,6 @@ def _check_tokens(
     if out is not None:
         shape = tuple(hidden_states.shape)
         check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=hidden_states.device)
-
-
-def _check_logits(
-    logits: torch.Tensor, padding: torch.Tensor | None, shape: tuple[int | None, ...], device: torch.device | None
-) -> None:
-    check_tensor("logits", logits, dtype=(torch.float32, torch.bfloat16), shape=shape, device=device)
-    if padding is not None:
-        check_tensor("padding", padding, dtype=torch.bool, shape=(len(logits),), device=logits.device)
 
 
 def _check_layer(weights: WeightFormat, hidden_states: torch.Tensor, layer: Layer) -> None:

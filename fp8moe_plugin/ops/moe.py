@@ -54,7 +54,7 @@ def fused_moe(
         w13_scale: float32 `[E, 2I/128, H/128]`.
         w2: e4m3 `[E, H, I]`.
         w2_scale: float32 `[E, H/128, I/128]`.
-        topk_weights: float32 `[T, k]`.
+        topk_weights: float32 `[T, k]`; with `shared_expert` also `[T, k + 1]`.
         topk_ids: int32 or int64 `[T, k]`; an id out of range (-1) contributes nothing.
         hidden_scale: float32 `[T, H/128]` with e4m3 tokens, else None.
         w13_bias: float32 `[E, 2I]`, added to `w13[e] @ token` before the activation; or None.
@@ -66,9 +66,9 @@ def fused_moe(
             (`formats/mxfp4.py`).
         activation: "silu", or an `Activation` (`formats/activation.py`).
         ue8m0: round the scales of activations up to powers of two, for checkpoints with `scale_fmt: ue8m0`.
-        shared_expert: the last expert processes every token with weight 1, and has no column in `topk_ids`. Cannot be
-            combined with an `expert_map`.
-        routed_scale: multiplies `topk_weights`.
+        shared_expert: the last expert processes every token, and has no column in `topk_ids`. Its weight is the last
+            of k + 1 columns of `topk_weights`, or else 1. Cannot be combined with an `expert_map`.
+        routed_scale: multiplies `topk_weights`; 1 if these have k + 1 columns.
         out: bfloat16 `[T, H]` to write to, or None. It may overlap with bfloat16 `hidden_states`, but with no other
             argument.
     Returns:

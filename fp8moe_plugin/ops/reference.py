@@ -43,7 +43,8 @@ def fused_moe(
     topk_weights = topk_weights * float(spec.routed_scale)
     if spec.shared_expert:
         ids = torch.nn.functional.pad(ids, (0, 1), value=experts - 1)
-        topk_weights = torch.nn.functional.pad(topk_weights, (0, 1), value=1.0)
+        if not spec.shared_gate:
+            topk_weights = torch.nn.functional.pad(topk_weights, (0, 1), value=1.0)
     q, scales = quantize(hidden_states, spec.ue8m0) if hidden_scale is None else (hidden_states, hidden_scale)
     products = workspace.empty((*ids.shape, hidden_states.shape[1]), torch.bfloat16, out.device)
     for e in ids[ids >= 0].unique().tolist():
@@ -87,27 +88,6 @@ def combine(products: torch.Tensor, here: torch.Tensor, topk_weights: torch.Tens
         tokens = here[:, j].nonzero().flatten()
         total[tokens] += topk_weights[tokens, j, None].float() * products[tokens, j].float()
     return out.copy_(total)
-
-
-# ---- the router ----------------------------------------------------------------------------------------------------
-
-
-def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute `ops.router_gemm` on checked arguments."""
-    return (x.float() @ weight.float().T).bfloat16()
-
-
-def choose_experts(
-    logits: torch.Tensor, topk: int, renormalize: bool, padding: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `ops.choose_experts` on checked arguments."""
-    order = logits.float().sort(descending=True, stable=True).indices[:, :topk]
-    weights, ids = logits.float().softmax(-1).gather(1, order), order.int()
-    if renormalize:
-        weights /= weights.sum(-1, keepdim=True)
-    if padding is not None:
-        weights, ids = weights.masked_fill(padding[:, None], 0), ids.masked_fill(padding[:, None], -1)
-    return weights, ids
 
 
 # ---- quantization --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.jit.launch import Slot
 from fp8moe_plugin.jit.launcher import Prepared
 from fp8moe_plugin.launches.sm90.router import BLOCK_EXPERTS, BLOCK_TOKENS, STEP, router_gemm_launch
-from fp8moe_plugin.ops import devices, reference, workspace
+from fp8moe_plugin.ops import devices, router_reference, workspace
 from fp8moe_plugin.ops.checks import CheckedOnce, check_multiple, check_tensor
 from fp8moe_plugin.ops.devices import Device, prepares
 
@@ -34,7 +34,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     facts, addresses = _check_call(x, weight)
     device = devices.sm90_device_of(x)
     if device is None:
-        return reference.router_gemm(x, weight)
+        return router_reference.router_gemm(x, weight)
     logits = workspace.empty((facts.tokens, facts.experts), torch.bfloat16, x.device)
     if facts.tokens and facts.experts:
         prepared_router_gemm(device, *facts)((*addresses, logits.data_ptr()))

@@ -25,7 +25,7 @@ FUSED_MOE = (  # options: `LayerOptions.text`
 )
 ROUTED_MOE = (
     f"routed_moe(str options, int topk, bool renormalize, Tensor hidden_states, {LAYER}, Tensor logits, "
-    "Tensor? padding, Tensor(a!) out) -> ()"
+    "Tensor? padding, Tensor? shared_gate, Tensor(a!) out) -> ()"
 )
 BATCHED_EXPERTS = (
     f"batched_experts(str options, int expected_m, Tensor hidden_states, Tensor hidden_scale, {LAYER}, "

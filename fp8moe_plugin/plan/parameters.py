@@ -55,11 +55,11 @@ PARAMETERS = {
         "int experts, int vectors"
     ),
     "choose_experts": _signature(
-        "pointer logits, pointer padding, pointer weights, pointer ids, int logits_bf16, int tokens, int experts, "
-        "int topk, int renormalize"
+        "pointer logits, pointer padding, pointer x, pointer shared_gate, pointer weights, pointer ids, "
+        "int logits_bf16, int tokens, int experts, int topk, int renormalize, int vectors"
     ),
     "combine": _signature(
-        "pointer rows, pointer slots, pointer weights, pointer out, int vectors, int topk, int shared_expert, "
+        "pointer rows, pointer slots, pointer weights, pointer out, int vectors, int topk, int weight_columns, "
         "float routed_scale"
     ),
     "count_experts": _signature(
@@ -82,7 +82,7 @@ PARAMETERS = {
         "map w_map, map q_map, pointer w_scales, pointer scales, pointer tokens_written, pointer ids, "
         "pointer expert_map, pointer out, int ids_64, int shared_expert, int routed_experts, int num_experts, "
         "int tokens, int topk, int hidden, int intermediate, int splits, pointer bias, pointer topk_weights, "
-        "float routed_scale"
+        "float routed_scale, int weight_columns"
     ),
     "gate_up": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "
@@ -93,7 +93,8 @@ PARAMETERS = {
     "gate_up_small_batch": _signature(
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
         "pointer scales, pointer tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts, "
-        "int tokens, int topk, int hidden, int intermediate, float routed_scale, activation activation, pointer bias"
+        "int tokens, int topk, int hidden, int intermediate, float routed_scale, activation activation, pointer bias, "
+        "int weight_columns"
     ),
     "gate_up_few_rows": _signature(
         "map w_map, pointer x, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "

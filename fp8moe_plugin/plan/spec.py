@@ -52,11 +52,17 @@ class LayerSpec(NamedTuple):
     ue8m0: bool = False  # scales of activations are powers of two
     activation: Activation = SILU
     bias: bool = False  # both GEMMs add a bias, float32 [experts, rows of weights]
-    shared_expert: bool = False  # every token also has the last expert, with weight 1 and no column in the ids
+    shared_expert: bool = False  # every token also has the last expert, which has no column in the ids
+    shared_gate: bool = False  # its weight is the last column of the router's weights; without a gate it is 1
     routed_scale: float = 1.0  # multiplies the router's weights
     further_steps: tuple[int, int] = (0, 0)  # of w13 and w2, see ops/mxfp4.py
     batch_invariant: bool = False  # a token's bits do not depend on the other tokens or their number
     quantized: bool = False  # tokens arrive in e4m3, with scales: Arrival.QUANTIZED
+
+    @property
+    def weight_columns(self) -> int:
+        """The number of columns of the router's weights."""
+        return self.shape.topk - (self.shared_expert and not self.shared_gate)
 
     def with_shared_expert(self, routed_scale: float) -> "LayerSpec":
         """Returns the spec with one more expert, which processes every token.

@@ -77,11 +77,11 @@ def plus_pair_biases(products, bias, expert, hidden, column, weight, begins, BIA
 
 
 @triton.jit
-def router_weight(weights, token, choice, routed, here, routed_scale):
-    """The weight of each choice of a token, 1 for a shared expert."""
-    is_routed = choice < routed
-    weight = tl.load(weights + token * routed + choice, here & is_routed, 1.0)
-    return weight * tl.where(is_routed, routed_scale, 1.0)
+def router_weight(weights, token, choice, weight_columns, here, routed_scale):
+    """The weight of each choice of a token, 1 past the last column of `weights`."""
+    weighted = choice < weight_columns
+    weight = tl.load(weights + token * weight_columns + choice, here & weighted, 1.0)
+    return weight * tl.where(weighted, routed_scale, 1.0)
 
 
 @triton.jit
@@ -165,6 +165,7 @@ def triton_down_small_batch(
     topk,
     routed_experts,
     num_experts,
+    weight_columns,
     routed_scale,
     bias,
     PDL: tl.constexpr,
@@ -185,7 +186,7 @@ def triton_down_small_batch(
     token, column_tile = tl.program_id(0) // columns, tl.program_id(0) % columns
     blocks, channel, column = k // 128, tl.arange(0, 128), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_at = column[:, None].to(tl.int64) * k + channel[None, :]
-    routed, sizes = topk - shared_expert, (pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts)
+    sizes = pairs, topk, shared_expert, ids_64, mapped, routed_experts, num_experts
     total = tl.zeros([GROUPS, BLOCK_N, 8], tl.float32)
     for first in range(0, topk * blocks, GROUPS):
         unit = first + tl.arange(0, GROUPS)
@@ -197,7 +198,7 @@ def triton_down_small_batch(
         w = tl.load(b + (group_at[:, None, None] + row_at[None, :, :]), here[:, None, None], 0.0)
         scale_row = expert.to(tl.int64) * (hidden // 128) + column_tile * BLOCK_N // 128
         w_scales = group_scales(b_scales + scale_row * blocks, group, here, ROW_SCALES)
-        weight = router_weight(weights, token, choice, routed, here, routed_scale)
+        weight = router_weight(weights, token, choice, weight_columns, here, routed_scale)
         value_at = inner + (pair.to(tl.int64) * k + group * 128)[:, None] + channel[None, :]
         codes, scales = quantized(tl.load(value_at, here[:, None], 0.0), UE8M0)
         products = scaled_products(codes, scales, w, w_scales) * weight[:, None, None]

@@ -48,6 +48,20 @@ def gate_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> flo
     return h.relative_l2(logits, router_gemm(dense, gate))
 
 
+def choice_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> float:
+    """The gate of a shared expert reads the tokens."""
+    gen = h.seeded(0, CPU)
+    x, weight, logits = h.random_tokens(gen, tokens, HIDDEN), h.random_weights(gen, 640, HIDDEN), torch.zeros(tokens, 8)
+    gate = (h.random_tokens(gen, 1, 640) / 640**0.5).bfloat16()
+
+    def ops() -> tuple[torch.Tensor, torch.Tensor]:
+        dense = fp8_linear(x, *weight)
+        return dense, choose_experts(logits, TOPK, hidden_states=dense, shared_gate=gate)[0]
+
+    dense, weights = emulator.execute(seed, ops)
+    return h.relative_l2(weights, choose_experts(logits, TOPK, hidden_states=dense, shared_gate=gate)[0])
+
+
 def layer_behind_dense_layer(emulator: Device, seed: int, tokens: int = 9) -> float:
     """Returns a sorted step, whose quantize reads the tokens without waiting."""
     gen = h.seeded(0, CPU)

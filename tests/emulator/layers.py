@@ -133,17 +133,19 @@ def run_dense_layer(
 
 
 def run_routed_layers(
-    emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int, gates: bool = False
+    emulator: Device, seed: int, tokens: int, hidden: int, intermediate: int, gates: bool = False, shared: bool = False
 ) -> list[float]:
     """Returns the relative L2 error of each of three small batches that choose their experts, each from the one before.
 
     Args:
         gates: their logits come from `router_gemm`; else they are there, and a layer follows the one before directly.
+        shared: the last expert is a shared one, with a gate.
     """
     gen, experts, topk = h.seeded(seed, torch.device("cpu")), 4, 3
     x, layer = h.random_tokens(gen, tokens, hidden), h.random_layer(gen, experts, hidden, intermediate)
-    logits, outs = [torch.randn(tokens, experts, generator=gen) for _ in range(3)], []
-    weights = [h.random_tokens(gen, experts, hidden) for _ in logits]
+    routed, gate = experts - shared, (h.random_tokens(gen, 1, hidden) / hidden**0.5).bfloat16() if shared else None
+    logits, outs = [torch.randn(tokens, routed, generator=gen) for _ in range(3)], []
+    weights = [h.random_tokens(gen, routed, hidden) for _ in logits]
     scratch = torch.zeros(2**24, dtype=torch.uint8)
 
     def ops() -> None:
@@ -151,7 +153,7 @@ def run_routed_layers(
             given = outs[-1] if outs else x
             if gates:
                 logits[i] = router_gemm(given, weight)
-            outs.append(routed_moe(given, *layer, logits[i], topk))
+            outs.append(routed_moe(given, *layer, logits[i], topk, shared_gate=gate))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workspace, "scratch", lambda nbytes, like: scratch[:nbytes])
@@ -161,4 +163,6 @@ def run_routed_layers(
     calls = list(zip([x, *outs[:-1]], weights, logits, outs, strict=True))
     for x, weight, given, _ in calls:
         assert not gates or h.relative_l2(given, router_gemm(x, weight)) <= MOST_ERROR, "the logits are wrong"
-    return [h.relative_l2(out, fused_moe(x, *layer, *choose_experts(given, topk))) for x, _, given, out in calls]
+    chosen = [choose_experts(given, topk, hidden_states=x, shared_gate=gate) for x, _, given, _ in calls]
+    expected = [fused_moe(call[0], *layer, *c, shared_expert=shared) for call, c in zip(calls, chosen, strict=True)]
+    return [h.relative_l2(out, wanted) for out, wanted in zip(outs, expected, strict=True)]

@@ -61,6 +61,7 @@ from tests.emulator.build import CSRC, Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device, EmulatorError
 from tests.emulator.first_kernels import (
+    choice_behind_dense_layer,
     gate_behind_dense_layer,
     layer_behind_choice,
     layer_behind_dense_layer,
@@ -211,6 +212,11 @@ def small_batch_with_a_gate(emulator: Device, seed: int) -> None:
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
 
 
+def small_batch_with_a_shared_gate(emulator: Device, seed: int) -> None:
+    errors = run_routed_layers(emulator, seed, 3, 1024, 128, shared=True)
+    assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
+
+
 def first_kernel(run: Callable[[Device, int], float]) -> Callable[[Device, int], None]:
     def checked(emulator: Device, seed: int) -> None:
         error = run(emulator, seed)
@@ -221,6 +227,7 @@ def first_kernel(run: Callable[[Device, int], float]) -> Callable[[Device, int],
 
 behind_dense_layer = first_kernel(layer_behind_dense_layer)
 behind_choice = first_kernel(layer_behind_choice)
+choice_behind_dense = first_kernel(choice_behind_dense_layer)
 gate_behind_dense = first_kernel(gate_behind_dense_layer)
 masked_gemm_of_few_rows = first_kernel(masked_gemm_behind_choice)
 masked_gemm_of_many_rows = first_kernel(functools.partial(masked_gemm_behind_choice, tokens=40))
@@ -405,6 +412,7 @@ KERNELS = {  # to be compiled ahead
     wide_packed_batch: WIDE_PACKED_BATCH,
     behind_dense_layer: (*DENSE, *FEW),
     behind_choice: (choose_experts_key(), *FEW),
+    choice_behind_dense: (*DENSE, choose_experts_key()),
     gate_behind_dense: (*DENSE, router_gemm_key()),
     masked_gemm_of_few_rows: (choose_experts_key(), tiles_of_counts_key(), grouped_gemm_few_rows_key()),
     masked_gemm_of_many_rows: (choose_experts_key(), tiles_of_counts_key(), grouped_gemm_key(Output.BF16)),
@@ -412,6 +420,7 @@ KERNELS = {  # to be compiled ahead
     small_batch: SMALL_BATCH,
     small_batch_that_chooses_experts: (choose_experts_key(), *SMALL_BATCH),
     small_batch_with_a_gate: (router_gemm_key(), choose_experts_key(), *SMALL_BATCH),
+    small_batch_with_a_shared_gate: (choose_experts_key(), *SMALL_BATCH),
     small_batch_of_whole_sums: SMALL_BATCH,
     one_token: SMALL_BATCH,
     token_beside_nan: SMALL_BATCH,
@@ -753,6 +762,37 @@ FAULTS = {
         small_batch_with_a_gate,
         f"{WRONG_RESULT}|bounds|livelock|deadlock|the logits are wrong",
         multiprocessors=CLUSTERS,
+    ),
+    "a shared expert has the weight that it has without a gate": Fault(
+        "choose_experts.cu",
+        "    return 1.f / (1.f + expf(-logit));",
+        "    return 1.f;",
+        small_batch_with_a_shared_gate,
+        WRONG_RESULT,
+        multiprocessors=CLUSTERS,
+    ),
+    "the weight of a shared expert is in the column of another": Fault(
+        "choose_experts.cu",
+        "weights[topk] = weight;",
+        "weights[topk - 1] = weight;",
+        small_batch_with_a_shared_gate,
+        WRONG_RESULT,
+        multiprocessors=CLUSTERS,
+    ),
+    "a small batch reads no weight of a shared expert": Fault(
+        "gate_up_small_batch.cu",
+        "lane < weight_columns ? topk_weights",
+        "lane < size.topk - router.shared_expert ? topk_weights",
+        small_batch_with_a_shared_gate,
+        WRONG_RESULT,
+        multiprocessors=CLUSTERS,
+    ),
+    "shared experts are weighed before the tokens are there": Fault(
+        "choose_experts.cu",
+        "    wait_for_previous_kernel();",
+        "    if (!blockIdx.y) wait_for_previous_kernel();",
+        choice_behind_dense,
+        WRONG_RESULT,
     ),
     "logits are multiplied before the tokens are there": Fault(
         "router_gemm.cu",

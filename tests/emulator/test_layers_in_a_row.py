@@ -13,6 +13,7 @@ from tests.emulator.build import Kernels
 from tests.emulator.conftest import MULTIPROCESSORS
 from tests.emulator.device import SHARED_BYTES, Device
 from tests.emulator.first_kernels import (
+    choice_behind_dense_layer,
     contiguous_gemm_behind_choice,
     gate_behind_dense_layer,
     layer_behind_choice,
@@ -104,6 +105,7 @@ def test_ops_do_not_launch_what_they_have_kept_of_another_device(
 @pytest.mark.parametrize(
     "run",
     [
+        choice_behind_dense_layer,
         contiguous_gemm_behind_choice,
         gate_behind_dense_layer,
         layer_behind_choice,

@@ -49,6 +49,19 @@ def test_it_ranks_near_ties_as_the_reference(emulator: Device, renormalize: bool
         torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@seeds
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (9, 1152), (3, 8)])
+def test_it_weighs_shared_experts_as_the_reference(emulator: Device, tokens: int, hidden: int, seed: int) -> None:
+    gen = h.seeded(seed, CPU)
+    logits, x = torch.randn(tokens, 40, generator=gen), h.random_tokens(gen, tokens, hidden)
+    gate = (h.random_tokens(gen, 1, hidden) * 2 / hidden**0.5).bfloat16()
+    router = {"hidden_states": x, "shared_gate": gate, "padding": torch.arange(tokens) % 3 == 1}
+    choose = functools.partial(choose_experts, logits, 4, **router)
+    (weights, ids), (expected_weights, expected_ids) = emulator.execute(seed, choose), choose()
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
 def test_padding_gets_no_expert(emulator: Device) -> None:
     logits, padding = torch.randn(9, 40, generator=h.seeded(0, CPU)), torch.arange(9) % 3 == 1
     weights, ids = emulator.execute(1, lambda: choose_experts(logits, 4, padding=padding))
@@ -70,11 +83,18 @@ def test_the_logits_of_a_router(emulator: Device, tokens: int, experts: int, k: 
 
 @seeds
 @pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 1024, 128), (8, 384, 256), (13, 1152, 128)])
-@pytest.mark.parametrize("gates", [False, True])
+@pytest.mark.parametrize(("gates", "shared"), [(False, False), (True, False), (False, True)])
 def test_layers_that_choose_their_experts(
-    emulator_runtime: ctypes.CDLL, kernels: Kernels, tokens: int, hidden: int, intermediate: int, gates: bool, seed: int
+    emulator_runtime: ctypes.CDLL,
+    kernels: Kernels,
+    tokens: int,
+    hidden: int,
+    intermediate: int,
+    gates: bool,
+    shared: bool,
+    seed: int,
 ) -> None:
     """One behind the other, in the same scratch."""
     emulator = Device(emulator_runtime, kernels, MULTIPROCESSORS, SHARED_BYTES)
-    errors = run_routed_layers(emulator, seed, tokens, hidden, intermediate, gates)
+    errors = run_routed_layers(emulator, seed, tokens, hidden, intermediate, gates, shared)
     assert max(errors) <= MOST_ERROR, f"relative L2 of each layer: {errors}"

@@ -177,3 +177,15 @@ def test_a_shared_expert_is_one_more_column(emulator: Device, tokens: int, topk:
     columns = h.with_shared_expert(weights, ids, experts, 2.5)
     assert h.same_bits(out, emulator.execute(2, lambda: fused_moe(x, *layer, *columns)))
     assert h.relative_l2(out, h.layer_reference(x, layer, *columns, quantized=True)) <= 1e-2
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_shared_expert_has_weights_in_the_last_column(emulator: Device, tokens: int) -> None:
+    gen, experts = h.seeded(0, CPU), 6
+    x, layer = h.random_tokens(gen, tokens, 256), h.random_layer(gen, experts, 256, 128)
+    weights, ids = h.random_routing(gen, "distinct", tokens, 3, experts - 1)
+    columns, all_ids = h.with_shared_expert(weights, ids, experts, 1.0)
+    columns[:, -1] = torch.rand(tokens, generator=gen)
+    out = emulator.execute(1, lambda: fused_moe(x, *layer, columns, ids, shared_expert=True))
+    assert h.same_bits(out, emulator.execute(2, lambda: fused_moe(x, *layer, columns, all_ids)))
+    assert h.relative_l2(out, h.layer_reference(x, layer, columns, all_ids, quantized=True)) <= 1e-2

@@ -230,6 +230,10 @@ def check_routed_moe(gen: torch.Generator, rows: int) -> None:
             logits = torch.randn(rows, experts, generator=gen, device=DEVICE)
             expected = ops.fused_moe(x, *layer, *ops.choose_experts(logits, topk, **choice))
             assert h.same_bits(ops.routed_moe(x, *layer, logits, topk, **choice), expected)
+            logits, choice = logits[:, 1:].contiguous(), choice | {"shared_gate": h.random_tokens(gen, 1, HIDDEN)}
+            chosen = ops.choose_experts(logits, topk - 1, hidden_states=x, **choice)
+            expected = ops.fused_moe(x, *layer, *chosen, shared_expert=True)
+            assert h.same_bits(ops.routed_moe(x, *layer, logits, topk - 1, **choice), expected)
 
 
 def check_choose_experts(gen: torch.Generator, rows: int) -> None:
@@ -238,6 +242,10 @@ def check_choose_experts(gen: torch.Generator, rows: int) -> None:
         weights, ids = ops.choose_experts(logits, topk)
         assert torch.equal(ids, logits.topk(topk).indices.int())
         torch.testing.assert_close(weights, logits.topk(topk).values.softmax(-1), rtol=1e-5, atol=1e-7)
+        x, gate = h.random_tokens(gen, rows, 2048), h.random_tokens(gen, 1, 2048) / 32
+        weights, _ = ops.choose_experts(logits, topk, hidden_states=x, shared_gate=gate)
+        expected = (x.double() @ gate.double().T).sigmoid().float()
+        torch.testing.assert_close(weights[:, -1:], expected, rtol=1e-5, atol=1e-7)
 
 
 def check_router_gemm(gen: torch.Generator, rows: int) -> None:

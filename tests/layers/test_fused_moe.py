@@ -4,6 +4,7 @@ import torch
 from fp8moe_plugin.errors import CheckpointError, InvalidInputError
 from fp8moe_plugin.layers.fused_moe import OPTIONS, FP8MoE
 from fp8moe_plugin.ops import torch_ops
+from fp8moe_plugin.plan.options import layer_options
 from tests import helpers as h
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 3, 384, 256
@@ -136,10 +137,12 @@ def test_torch_can_trace_the_ops(device):
         test_utils=OPCHECKS,
     )
     logits = torch.randn(5, EXPERTS, device=device)
-    for padding in (None, torch.arange(5, device=device) > 3):
+    for padding, gate in ((None, None), (torch.arange(5, device=device) > 3, h.random_tokens(gen, 1, HIDDEN))):
+        options, routed = layer_options(shared_expert=gate is not None).text, logits if gate is None else logits[:, 1:]
+        routing = routed.contiguous(), padding, gate
         torch.library.opcheck(
             torch_ops.routed_moe,
-            (OPTIONS[False], TOPK, True, x, *weights, None, None, logits, padding, torch.zeros_like(x)),
+            (options, TOPK, True, x, *weights, None, None, *routing, torch.zeros_like(x)),
             test_utils=OPCHECKS,
         )
     rows = h.random_quantized(gen, EXPERTS, 16, HIDDEN)

@@ -68,7 +68,8 @@ def right_choices(x: torch.Tensor, layer: Call, out: torch.Tensor) -> dict[str, 
     choice = {"logits": logits, "topk": 2, "padding": torch.arange(ROWS, device=x.device) == 1}
     routed = {"hidden_states": x, **layer, **choice, "renormalize": True, "out": out}
     gate = torch.zeros(EXPERTS, x.shape[1], dtype=torch.bfloat16, device=x.device)
-    return {"choose_experts": choice, "routed_moe": routed, "router_gemm": {"x": x, "weight": gate}}
+    shared = {"hidden_states": x, "shared_gate": gate[:1]}
+    return {"choose_experts": choice | shared, "routed_moe": routed, "router_gemm": {"x": x, "weight": gate}}
 
 
 def right_gemms(
@@ -317,6 +318,17 @@ WRONG_CALLS = {
     "choose-padding-short": (CHOOSE, "padding", short, "padding has shape [5], needs [6]"),
     "choose-padding-int": (CHOOSE, "padding", torch.Tensor.int, "padding has dtype torch.int32, needs torch.bool"),
     "choose-padding-elsewhere": (CHOOSE, "padding", meta, "padding is on meta, the other tensors on"),
+    "choose-no-tokens": (CHOOSE, "hidden_states", lambda _: None, "hidden_states is None, but shared_gate is not"),
+    "choose-tokens-short": (CHOOSE, "hidden_states", short, "hidden_states has shape [5, 256], needs [6, any]"),
+    "choose-tokens-odd": (
+        CHOOSE,
+        "hidden_states",
+        with_k(12),
+        "hidden_states' H is 12, needs a positive multiple of 8",
+    ),
+    "choose-gate-float32": (CHOOSE, "shared_gate", torch.Tensor.float, "shared_gate has dtype torch.float32"),
+    "choose-gate-of-two": (CHOOSE, "shared_gate", lambda t: t.repeat(2, 1), "shared_gate has shape [2, 256], needs [1"),
+    "choose-gate-elsewhere": (CHOOSE, "shared_gate", meta, "shared_gate is on meta, the other tensors on"),
     "choose-none": (CHOOSE, "topk", lambda _: 0, "topk is 0, needs 1 to 4"),
     "choose-five-of-four": (CHOOSE, "topk", lambda _: 5, "topk is 5, needs 1 to 4"),
     "choose-topk-float": (CHOOSE, "topk", float, "topk is a float, not an int"),

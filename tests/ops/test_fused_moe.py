@@ -82,6 +82,17 @@ def test_a_shared_expert_is_one_more_column(device, tokens, kind, scale, seed):
     assert h.same_bits(out, run(x, layer, *columns))
 
 
+@pytest.mark.parametrize("tokens", [3, 40, 300])
+def test_weights_of_a_shared_expert_are_a_last_column(device, tokens):
+    gen = h.seeded(tokens, device)
+    x, layer, weights, ids = random_call(gen, tokens)
+    columns, all_ids = h.with_shared_expert(weights, ids, EXPERTS, 1.0)
+    columns[:, -1] = torch.rand(tokens, generator=gen, device=device)
+    out = run(x, layer, columns, ids, shared_expert=True)
+    assert h.same_bits(out, run(x, layer, columns, all_ids))
+    assert not h.same_bits(out, run(x, layer, weights, ids, shared_expert=True))
+
+
 def test_a_shared_expert_is_more_accurate_than_one_added_afterwards(device):
     """The sum is rounded once. Afterwards the experts' sum, and in eager mode its product with the scale, are too."""
     scale = 2.5

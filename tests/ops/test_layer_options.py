@@ -11,6 +11,7 @@ from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.ops import reference, torch_ops
 from fp8moe_plugin.ops.expert_checks import check_batched_call, check_layer_call, check_routed_call
+from fp8moe_plugin.ops.moe import LAYER
 from fp8moe_plugin.plan import options
 from fp8moe_plugin.plan.options import layer_options
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
@@ -24,7 +25,7 @@ OPS = pytest.mark.parametrize("op", [MOE, ROUTED, BATCHED])
 
 def call_torch_op(op: str, text: str, **changed: Any) -> None:
     """Call the torch op with the arguments of a right call."""
-    call = {"hidden_scale": None, "expert_map": None} | right_calls(CPU)[op] | changed
+    call = {"hidden_scale": None, "expert_map": None, "shared_gate": None} | right_calls(CPU)[op] | changed
     names = [argument.name for argument in getattr(torch_ops, op)._schema.arguments[1:]]
     getattr(torch_ops, op)(text, *(call[name] for name in names))
 
@@ -101,9 +102,26 @@ def test_batched_experts_refuse_what_belongs_to_the_router(values):
         call_torch_op(BATCHED, layer_options(**values).text)
 
 
-def test_a_routed_layer_refuses_a_shared_expert():
-    with pytest.raises(InvalidInputError, match="routed_moe computes no shared expert"):
-        call_torch_op(ROUTED, layer_options(shared_expert=True).text)
+def test_a_gate_belongs_to_a_shared_expert():
+    with pytest.raises(InvalidInputError, match="shared_gate is not None, but the layer has no shared expert"):
+        call_torch_op(ROUTED, layer_options().text, shared_gate=torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
+
+
+def test_a_shared_expert_has_no_logits():
+    call, text = right_calls(CPU)[ROUTED], layer_options(shared_expert=True).text
+    logits, routed, out = call["logits"][:, 1:].contiguous(), *(torch.empty_like(call["out"]) for _ in range(2))
+    call_torch_op(ROUTED, text, logits=logits, out=routed)
+    weights, ids = ops.choose_experts(logits, 2, padding=call["padding"])
+    call = {name: call[name] for name in ("hidden_states", *LAYER)}
+    call_torch_op(MOE, text, **call, topk_weights=weights, topk_ids=ids, expert_map=None, out=out)
+    assert h.same_bits(routed, out)
+
+
+def test_the_weights_of_a_shared_expert_are_not_scaled():
+    call, text = right_calls(CPU)[MOE], layer_options(shared_expert=True, routed_scale=2.0).text
+    weights = torch.nn.functional.pad(call["topk_weights"], (0, 1))
+    with pytest.raises(InvalidInputError, match=r"routed_scale is 2\.0, needs 1\.0 if topk_weights have a column for"):
+        call_torch_op(MOE, text, topk_weights=weights, expert_map=None)
 
 
 @pytest.mark.parametrize("op", [MOE, ROUTED])

@@ -28,6 +28,19 @@ def test_it_chooses_the_best_experts(device, topk, experts, renormalize, dtype):
         assert weights[row].tolist() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("hidden", [8, 128, 2048, 7168])
+def test_the_weight_of_a_shared_expert_is_a_last_column(device, hidden):
+    gen = h.seeded(hidden, device)
+    logits, x = torch.randn(40, 9, generator=gen, device=device), h.random_tokens(gen, 40, hidden)
+    gate = (h.random_tokens(gen, 1, hidden).float() * 2 * hidden**-0.5).bfloat16()
+    weights, ids = choose_experts(logits, 4, hidden_states=x, shared_gate=gate)
+    routed, routed_ids = choose_experts(logits, 4)
+    assert h.same_bits(ids, routed_ids)
+    assert h.same_bits(weights[:, :4].contiguous(), routed)
+    expected = (x.double() @ gate.double().T).sigmoid().float()
+    torch.testing.assert_close(weights[:, 4:], expected, rtol=1e-5, atol=1e-7)
+
+
 def test_of_equal_experts_the_first_are_chosen(device):
     logits = torch.zeros(3, 64, device=device)
     logits[1, 40:50] = 1.0
@@ -67,6 +80,19 @@ def test_a_layer_that_chooses_its_experts(device, tokens, padded):
     assert routed_moe(x, *layer, logits, 3, padding=padding, out=out) is out
     assert h.same_bits(out, fused_moe(x, *layer, *choose_experts(logits, 3, padding=padding)))
     assert not padded or not out[padding].any()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 12, 90, 400])
+def test_a_layer_that_weighs_its_shared_expert(device, tokens, padded):
+    gen = h.seeded(tokens, device)
+    x, layer = h.random_tokens(gen, tokens, 2048), h.random_layer(gen, 6, 2048, 128)
+    logits, gate = torch.randn(tokens, 5, generator=gen, device=device), h.random_tokens(gen, 1, 2048)
+    router = {"padding": torch.arange(tokens, device=device) % 5 == 4 if padded else None, "shared_gate": gate}
+    out = routed_moe(x, *layer, logits, 3, **router)
+    chosen = choose_experts(logits, 3, hidden_states=x, **router)
+    assert h.same_bits(out, fused_moe(x, *layer, *chosen, shared_expert=True))
+    assert not padded or not out[router["padding"]].any()
 
 
 def test_padding_may_begin_at_any_address(device):

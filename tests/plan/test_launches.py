@@ -140,7 +140,7 @@ def test_l2_fetches_single_lines_of_weights_that_are_read_once(device, tokens, h
 
 def test_launches_name_each_argument_of_their_kernel(device):
     key = combine_key()
-    arguments = {"rows": 1, "slots": 2, "weights": 3, "out": 4, "vectors": 5, "topk": 6, "shared_expert": 0}
+    arguments = {"rows": 1, "slots": 2, "weights": 3, "out": 4, "vectors": 5, "topk": 6, "weight_columns": 0}
     arguments["routed_scale"] = 7
     assert key.arguments(**arguments) == (1, 2, 3, 4, 5, 6, 0, 7)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'topk'"):

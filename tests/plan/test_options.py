@@ -52,7 +52,7 @@ def test_an_activation_of_other_types_has_no_options(wrong):
 
 
 def test_each_field_of_a_spec_is_an_option_or_comes_from_elsewhere():
-    from_tensors = {"shape", "further_steps", "quantized"}
+    from_tensors = {"shape", "further_steps", "quantized", "shared_gate"}
     elsewhere = from_tensors | {"batch_invariant", "bias"}  # the environment; refused before a layer is called
     assert {field.name for field in fields(LayerOptions)} | elsewhere == set(LayerSpec._fields)
 

@@ -186,6 +186,18 @@ def test_a_shared_expert_and_a_scale_of_the_routed_ones(
     assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
 
 
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(60, FEW_ROWS), (2, None)])
+def test_a_shared_expert_with_a_column_of_weights(
+    gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int, tile_rows: int | None
+) -> None:
+    force_step(monkeypatch, tile_rows)
+    layer, x = h.random_layer(gen, EXPERTS + 1, HIDDEN, 128), h.random_tokens(gen, tokens, HIDDEN)
+    weights, ids = h.random_routing(gen, "distinct", tokens, TOPK, EXPERTS)
+    columns = torch.cat([weights, torch.rand(tokens, 1, generator=gen)], 1)
+    expected, actual, _ = both(ops.fused_moe, x, *layer, columns, ids, shared_expert=True)
+    assert h.relative_l2(actual, expected) <= (SMALL_BATCH_ERROR if tile_rows is None else MOST_ERROR)
+
+
 @pytest.mark.parametrize("tokens", [3, 60])
 def test_tokens_that_arrive_quantized_give_the_same_bits(
     gen: torch.Generator, monkeypatch: pytest.MonkeyPatch, tokens: int

@@ -9,7 +9,8 @@ template <int kTokens>
 struct WeightedBiases {
     const float* bias;  // [experts, hidden]
     int hidden;
-    const float* topk_weights;
+    const float* topk_weights;  // [tokens, weight_columns]; in a further column, a shared expert's, the weight is 1
+    int weight_columns;
     float routed_scale;
     ExpertIds router;
 
@@ -27,13 +28,13 @@ struct WeightedBiases {
     static constexpr int kAtOnce = 4;  // of a token's experts, whose loads are in flight together
 
     DEVICE void add(int token, int begin, const float* row, float& sum, float& other) const {
-        const int routed = router.topk - router.shared_expert;
         int expert[kAtOnce];
         float weight[kAtOnce], value[kAtOnce][2];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-            expert[j] = begin + j < router.topk ? router.id_of(token * router.topk + begin + j) : kNoExpert;
-            weight[j] = begin + j < routed ? topk_weights[token * routed + begin + j] * routed_scale : 1.f;
+            const int column = begin + j;
+            expert[j] = column < router.topk ? router.id_of(token * router.topk + column) : kNoExpert;
+            weight[j] = column < weight_columns ? topk_weights[token * weight_columns + column] * routed_scale : 1.f;
         }
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {

@@ -7,19 +7,19 @@
 constexpr int kRowsInFlight = 4, kSumBlocks = 10;
 
 // Sums 16 bytes of the rows of a token, at `vector` of `vectors`. Called by all lanes of a warp with the same token,
-// also by those whose `vector` is not below `vectors`: they load slots, and get no sum. Columns from `routed` on, a
-// shared expert's, have weight 1; the weights of the others are multiplied by `routed_scale`. `slots[column]` is the
-// row of each column, -1 for none. Waits for the previous kernel (PDL) before it reads `rows`, and no earlier. Returns
-// whether the token has rows, the same on all lanes.
+// also by those whose `vector` is not below `vectors`: they load slots, and get no sum. Columns from `weight_columns`
+// on, a shared expert's, have weight 1; the weights of the others are multiplied by `routed_scale`. `slots[column]` is
+// the row of each column, -1 for none. Waits for the previous kernel (PDL) before it reads `rows`, and no earlier.
+// Returns whether the token has rows, the same on all lanes.
 template <class Slots>
 DEVICE bool weighted_sum(const uint4* rows, Slots slots, const float* weights, int vector, int vectors, int topk,
-                         int routed, float routed_scale, uint4& out) {
+                         int weight_columns, float routed_scale, uint4& out) {
     float sum[8] = {};
     bool any = false;
     for (int begin = 0; begin < topk; begin += kWarp) {
         const int column = begin + lane_of_warp();
         const int slot = column < topk ? slots[column] : -1;
-        const float weight = column < routed ? __fmul_rn(weights[column], routed_scale) : 1.0f;
+        const float weight = column < weight_columns ? __fmul_rn(weights[column], routed_scale) : 1.0f;
         u32 left = __ballot_sync(kAllLanes, slot >= 0);
         any |= left != 0;
         wait_for_previous_kernel();  // as late as possible: of the inputs only `rows` come from that kernel

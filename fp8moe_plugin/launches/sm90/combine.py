@@ -16,7 +16,7 @@ def combine_launch(
     tokens: int,
     topk: int,
     hidden: int,
-    shared_expert: bool = False,
+    weight_columns: int | None = None,
     routed_scale: float = 1.0,
     pdl: bool = False,
 ) -> Launch:
@@ -27,9 +27,9 @@ def combine_launch(
     Args:
         rows: address of bfloat16 `[R, hidden]`.
         slots: address of int32 `[tokens, topk]`, -1 for an expert that is not on this rank.
-        topk_weights: address of float32 `[tokens, topk - shared_expert]`.
+        topk_weights: address of float32 `[tokens, weight_columns]`.
         out: address of bfloat16 `[tokens, hidden]`; a token without a slot gets zeros.
-        shared_expert: the last column is the shared expert's, with weight 1 instead.
+        weight_columns: topk, or one less for a last column with weight 1; None: topk.
         pdl: it may start before the preceding kernel ends. That kernel may write only one of its operands: `rows`.
     """
     vectors, key = hidden // CHANNELS_PER_THREAD, combine_key()
@@ -43,7 +43,7 @@ def combine_launch(
             out=out,
             vectors=vectors,
             topk=topk,
-            shared_expert=int(shared_expert),
+            weight_columns=topk if weight_columns is None else weight_columns,
             routed_scale=routed_scale,
         ),
         pdl=pdl,

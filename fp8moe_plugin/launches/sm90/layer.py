@@ -51,7 +51,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool, wi
         tokens=step.tokens,
         topk=topk,
         hidden=hidden,
-        shared_expert=step.spec.shared_expert,
+        weight_columns=step.spec.weight_columns,
         routed_scale=step.spec.routed_scale,
         pdl=step.tile.streams_weights,  # with many blocks, waiting inside each one costs more than a late start
     )

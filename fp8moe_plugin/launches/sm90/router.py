@@ -7,6 +7,7 @@ from fp8moe_plugin.plan.sm90.catalog import choose_experts_key, router_gemm_key
 WARP = 32  # threads, which share a token in choose_experts
 BLOCK_TOKENS, BLOCK_EXPERTS = 16, 8  # of a block of router_gemm
 STEP = 32  # channels that a warp of router_gemm multiplies at once
+VECTOR = 8  # channels that a lane of choose_experts multiplies by a shared expert's gate at once
 
 
 def router_gemm_launch(x: Address, weight: Address, logits: Address, tokens: int, experts: int, k: int) -> Launch:
@@ -19,23 +20,32 @@ def router_gemm_launch(x: Address, weight: Address, logits: Address, tokens: int
 def choose_experts_launch(
     logits: Address,
     padding: Address,
+    hidden_states: Address,
+    shared_gate: Address,
     weights: Address,
     ids: Address,
     *,
     tokens: int,
     experts: int,
     topk: int,
+    hidden: int,
     logits_bf16: bool,
     renormalize: bool,
 ) -> Launch:
     """Returns the launch of softmax top-k over `[tokens, experts]` logits; see `ops.choose_experts`.
 
     Weights are float32, ids int32.
+
+    Args:
+        hidden: of a layer with `shared_gate`, else 0.
     """
     key = choose_experts_key()
+    blocks = ceil_div(tokens, key.threads // WARP)
     arguments = key.arguments(
         logits=logits,
         padding=padding,
+        x=hidden_states,
+        shared_gate=shared_gate,
         weights=weights,
         ids=ids,
         logits_bf16=int(logits_bf16),
@@ -43,5 +53,6 @@ def choose_experts_launch(
         experts=experts,
         topk=topk,
         renormalize=int(renormalize),
+        vectors=hidden // VECTOR,
     )
-    return Launch(key, ceil_div(tokens, key.threads // WARP), arguments, pdl=True)
+    return Launch(key, (blocks, 2) if hidden else blocks, arguments, pdl=True)

@@ -23,6 +23,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
         "hidden": hidden,
         "intermediate": intermediate,
         "topk_weights": tensors.topk_weights,
+        "weight_columns": spec.weight_columns,
         "routed_scale": spec.routed_scale,
     }
     first = Launch(

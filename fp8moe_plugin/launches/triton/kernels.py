@@ -291,6 +291,6 @@ def triton_combine_launch(
         out=tensors.out,
         hidden=hidden,
         topk=topk,
-        shared_expert=int(spec.shared_expert),
+        weight_columns=spec.weight_columns,
         routed_scale=spec.routed_scale,
     )

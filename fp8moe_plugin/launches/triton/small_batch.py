@@ -38,6 +38,7 @@ def triton_down_small_batch_launch(key: TritonKey, tensors: LayerAddresses, ids:
         out=tensors.out,
         hidden=shape.hidden,
         k=shape.intermediate,
+        weight_columns=ids.spec.weight_columns,
         routed_scale=ids.spec.routed_scale,
         **pairs_arguments(ids),
     )

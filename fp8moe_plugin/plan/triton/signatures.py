@@ -29,12 +29,12 @@ _ACTIVATION = ", ".join(f"fp32 {number}" for number in ActivationNumbers._fields
 TRITON_SIGNATURES = {
     "triton_combine": _signature(
         "*bf16:16 rows, *i32 slots, *fp32 weights, *bf16:16 out, i32:128 hidden, i32 topk, "
-        "i32 shared_expert, fp32 routed_scale"
+        "i32 weight_columns, fp32 routed_scale"
     ),
     "triton_down_small_batch": _signature(
         "*bf16:16 inner, *i32 ids, *i32 expert_map, *fp32 weights, *fp8e4nv:16 b, *fp32 b_scales, *bf16:16 out, "
         "i32:128 hidden, i32:128 k, i32 ids_64, i32 mapped, i32 shared_expert, i32 pairs, i32 topk, "
-        "i32 routed_experts, i32 num_experts, fp32 routed_scale, *fp32 bias"
+        "i32 routed_experts, i32 num_experts, i32 weight_columns, fp32 routed_scale, *fp32 bias"
     ),
     "triton_gate_up": _signature(
         "*fp8e4nv:16 a, *fp32 a_scales, *i32:16 a_rows, *fp8e4nv:16 b, *fp32 b_scales, *fp8e4nv:16 q, *fp32:16 scales, "
