@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Experts, Model, merges_shared_expert
+from fp8moe_plugin.checkpoint.shapes import MERGING_GATED, Experts, Model, merges_shared_expert
 from fp8moe_plugin.checkpoint.splits import computes_experts, rank_shapes, split_refusal, whole_expert_ways
 from fp8moe_plugin.plan.model_specs import model_specs
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, StepPlan, plan_layer
@@ -73,7 +73,8 @@ def scratch_bytes(model: Model, parallel: Parallel, tokens: int) -> int:
 
 
 def _merged(model: Model, parallel: Parallel) -> bool:
-    ours = computes_experts(model, parallel)
+    routed = model.architecture not in MERGING_GATED or (settings().router and not batch_invariant())
+    ours = computes_experts(model, parallel) and routed
     return settings().merge_shared_expert and ours and merges_shared_expert(model, parallel)
 
 

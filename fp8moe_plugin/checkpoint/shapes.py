@@ -11,10 +11,17 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat, ceil_div
 
 MAX_LOCAL_EXPERTS = 1024  # on one rank: the routing kernel uses one thread per expert
-# Architectures that vLLM serves with `DeepseekV2MLP` as their shared expert, or with `DeepseekV4MLP`, whose SwiGLU has
-# the limit of the routed experts.
+# Architectures that vLLM serves with `DeepseekV2MLP` as their shared expert; with `DeepseekV4MLP`, whose SwiGLU has the
+# limit of the routed experts; or with `Qwen2MoeMLP`, which has a gate.
 MERGING = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 MERGING_LIMITED = ("DeepseekV4ForCausalLM",)
+MERGING_GATED = (
+    "Qwen2MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+SHARED_GATE_UP = (".shared_experts.gate_up_proj", ".shared_expert.gate_up_proj")
 N_MULTIPLE = 8  # output channels must be a multiple of it: the GEMMs store 16 bytes of bfloat16 at a time
 
 
@@ -110,10 +117,13 @@ class Model:
 
 
 def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
-    """Returns whether vLLM computes the shared expert as one more expert, see `layers/vllm/shared_expert.py`."""
-    widths = [layer.outputs[0] for layer in model.dense if layer.name.endswith(".shared_experts.gate_up_proj")]
+    """Returns whether vLLM computes the shared expert as one more expert, see `layers/vllm/shared_expert.py`.
+
+    One of `MERGING_GATED` only where our router chooses the experts.
+    """
+    widths = [layer.outputs[0] for layer in model.dense if layer.name.endswith(SHARED_GATE_UP)]
     apart = parallel.sglang or parallel.ep > 1 or parallel.dp > 1
-    if model.architecture not in MERGING + MERGING_LIMITED or not model.experts.layers:
+    if model.architecture not in MERGING + MERGING_LIMITED + MERGING_GATED or not model.experts.layers:
         return False
     limit = model.activations[0].limit if model.architecture in MERGING_LIMITED else None
     if apart or model.weights != model.dense_weights or model.activations != (Activation(limit=limit),):

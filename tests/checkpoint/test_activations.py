@@ -81,3 +81,12 @@ def test_a_shared_expert_is_merged_only_if_it_computes_the_same(tmp_path):
     with environment("FP8MOE_FP4_EXPERTS", "fp8"):
         assert merges_shared_expert(read_model(describe(tmp_path, described("DeepSeek-V4-Flash"))), Parallel())
     assert not merges_shared_expert(read_model(describe(tmp_path, V3, swiglu_limits=LAST_TWO)), Parallel())
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-397B-A17B-FP8", "Qwen3.6-35B-A3B-FP8", "Qwen3-Next-80B-A3B-Thinking"])
+def test_a_shared_expert_with_a_gate_is_merged_under_vllm(tmp_path, name):
+    model = read_model(describe(tmp_path, described(name)))
+    assert merges_shared_expert(model, Parallel())
+    assert merges_shared_expert(model, Parallel(8))
+    assert not merges_shared_expert(model, Parallel(1, 8, ep=8))
+    assert not merges_shared_expert(model, Parallel(sglang=True))

@@ -1,9 +1,10 @@
-"""Answers of a tiny Qwen3.5 on a CPU, without and with multi-token prediction.
+"""Answers of a tiny Qwen3.5 on a CPU, without and with multi-token prediction, and with a merged shared expert.
 
 python -m tests.engine.generate_qwen3_5 CHECKPOINT
 
-Prints two lines of JSON, then the number of layers for multi-token prediction whose experts are ours. vLLM's kernels
-for the states of linear attention need Triton; its interpreter stands in for the CPU backend.
+Prints two lines of JSON, then the number of layers for multi-token prediction whose experts are ours, then another line
+of JSON, where the shared expert is merged as on a GPU. vLLM's kernels for the states of linear attention need Triton;
+its interpreter stands in for the CPU backend.
 """
 
 import gc
@@ -28,6 +29,20 @@ def our_draft_layers(worker: Any) -> int:
     return sum(isinstance(layer.quant_method, Fp8MoeMethod) for layer in experts)
 
 
+def route_as_on_gpu() -> None:
+    """Make our router choose the experts, for which the reference computes, and keep shared experts' gates unpacked."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from fp8moe_plugin.layers.vllm import compat, moe
+    from fp8moe_plugin.layers.vllm.router import FusedRouter
+
+    pack = UnquantizedLinearMethod.process_weights_after_loading
+    UnquantizedLinearMethod.process_weights_after_loading = lambda self, layer: (
+        None if layer.prefix.endswith("shared_expert_gate") else pack(self, layer)
+    )
+    moe.fused_router = lambda layer, experts: FusedRouter(experts, compat.runner_of(layer).router)
+
+
 def main() -> None:
     interpret_triton()
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -38,7 +53,9 @@ def main() -> None:
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     share_imports()
-    for speculative in (None, {"method": "mtp", "num_speculative_tokens": 1}):
+    for speculative, merged in ((None, False), ({"method": "mtp", "num_speculative_tokens": 1}, False), (None, True)):
+        if merged:
+            route_as_on_gpu()
         own = {"quantization": "fp8moe", "dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
         llm = LLM(sys.argv[1], speculative_config=speculative, **own, **LIMITS)
         print(json.dumps(ask(llm, random_prompts(PROMPTS, PROMPT_TOKENS), GENERATED)), file=lines, flush=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8moe_plugin.layers.unquantized import quantize_weight
 
-HIDDEN, INNER, VOCAB, HEAD = 256, 128, 512, 64
+HIDDEN, INNER, VOCAB, HEAD = 256, 256, 512, 64
 SIZES = {
     **{"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 4, "max_position_embeddings": 512},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD, "tie_word_embeddings": False},

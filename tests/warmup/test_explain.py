@@ -11,6 +11,7 @@ from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.plan.sm90 import tiles
+from tests.checkpoint.published import described
 from tests.checkpoint.test_model import V3, describe
 from tests.helpers import environment
 from warmup import explain as explanation
@@ -88,6 +89,19 @@ def test_layers_of_the_engine_are_named(tmp_path: Path, capsys: pytest.CaptureFi
         assert "experts have the activation swigluoai_uninterleave with limit 1e+39" in refusal
     assert main(["bench", "--model", str(folder)]) == 1
     assert "bench needs a model whose layers our kernels support, but with --tp 1, vLLM" in capsys.readouterr().err
+
+
+def test_a_shared_expert_with_a_gate_is_counted_where_our_router_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    folder, line = describe(tmp_path, described("Qwen3.6-35B-A3B-FP8")), "the shared expert is one more expert"
+    model, scratch = read_model(folder), []
+    for router in "1", "0":
+        with environment("FP8MOE_ROUTER", router):
+            assert main(["explain", "--model", str(folder)]) == 0
+            assert (line in capsys.readouterr().out) == (router == "1")
+            scratch.append(scratch_bytes(model, Parallel(), 4096))
+    assert scratch[0] == pytest.approx(scratch[1] * 9 / 8, rel=0.05)
 
 
 def test_memory_of_the_engines_layers(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Mixture-of-experts layers of a vLLM model. They create and load parameters, and run the modular kernel."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import MethodType
@@ -186,12 +187,12 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         self.pushed = pushed_experts(layer, self.moe, experts, self.loading.model.engine)
         experts.prepare(self.prefix, [*self.arrivals, *[Arrival.PUSHED] * bool(self.pushed)], self.warmup)
         self.moe_kernel = kernel
-        if self.shared_expert and not self.shared_expert.merge(layer, self.spec):
+        router = fused_router(layer, experts) if self.tokens_stay else None
+        merged = self.shared_expert and self.shared_expert.merge(layer, self.spec, router is not None)
+        if not merged:
             self.shared_expert = None
-        if self.shared_expert:
-            self.local_experts = self.shared_expert.experts
-        elif self.tokens_stay:
-            self.local_experts, self.router = experts, fused_router(layer, experts)
+        self.local_experts = merged or (experts if self.tokens_stay else None)
+        self.router = router and dataclasses.replace(router, experts=merged or experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return fp8_w8a8_moe_quant_config(

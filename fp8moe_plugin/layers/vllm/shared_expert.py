@@ -4,6 +4,9 @@ vLLM's models make the shared expert, an MLP of two dense layers, just before th
 MLP on a second stream and adds the result. Here the experts' tensors get one more slot. The experts' parameters are
 views of the slots before it, and those of the MLP become views of it. So each weight exists once, and loading,
 reloading and sleep mode see the parameters that they would see anyway.
+
+A gate makes the weight of a shared expert differ by token. `choose_experts` computes it, so such a shared expert is
+merged only where our router chooses the other experts.
 """
 
 import logging
@@ -11,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
@@ -18,11 +22,14 @@ from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.parameters import expert_tensors, format_of
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.logs import log_once
+from fp8moe_plugin.ops.checks import is_aligned_contiguous
 from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.settings import settings
 
-GATE_UP, DOWN = ".shared_experts.gate_up_proj", ".shared_experts.down_proj"
-MLPS = ("DeepseekV2MLP", "DeepseekV4MLP")  # of vLLM's modules, those that are known to compute the same as an expert
+NAMES = (".shared_experts", ".shared_expert")  # in vLLM's blocks
+GATE_UP, DOWN = ".gate_up_proj", ".down_proj"
+# Of vLLM's modules, those that are known to compute the same as an expert, except for a gate.
+MLPS = ("DeepseekV2MLP", "DeepseekV4MLP", "Qwen2MoeMLP")
 ALIGNMENT = 16  # bytes; the alignment of each tensor of a dense layer
 
 
@@ -83,16 +90,20 @@ class DenseLayers:
 
     def note(self, prefix: str, layer: Any) -> None:
         """Keep a dense layer if it belongs to a shared expert that may be merged."""
-        if prefix.endswith((GATE_UP, DOWN)) and settings().merge_shared_expert and compat.can_merge_parameters():
-            mlp, _, _ = prefix.rpartition(".")
+        mlp, _, _ = prefix.rpartition(".")
+        is_part = mlp.endswith(NAMES) and prefix.endswith((GATE_UP, DOWN))
+        if is_part and settings().merge_shared_expert and compat.can_merge_parameters():
             self.layers = {name: part for name, part in self.layers.items() if name.startswith(f"{mlp}.")}
             self.layers[prefix] = layer
 
     def take(self, experts: str) -> Mlp | None:
         """Returns the dense layers next to the experts with this prefix, and forgets them."""
         block = experts.removesuffix(".experts")
-        gate_up, down = (self.layers.pop(block + name, None) for name in (GATE_UP, DOWN))
-        return None if gate_up is None or down is None else Mlp(gate_up, down)
+        for mlp in NAMES:
+            gate_up, down = (self.layers.pop(block + mlp + name, None) for name in (GATE_UP, DOWN))
+            if gate_up is not None and down is not None:
+                return Mlp(gate_up, down)
+        return None
 
 
 class SharedExpert:
@@ -105,40 +116,58 @@ class SharedExpert:
             tensors: w13, its scales, w2, its scales, each with one more expert than the layer has.
         """
         self.tensors = tensors
-        self.experts: Experts | None = None  # set by `merge`; includes the shared expert
         self._mlp = mlp
         for parameter, slot in zip(mlp.tensors(), self._slots(), strict=True):
             slot.copy_(parameter.data)
             parameter.data = slot
-        compat.mark_compiled_code("fp8moe_shared_expert")
 
     def _slots(self) -> list[torch.Tensor]:
         return [tensor[-1] for tensor in self.tensors]
 
-    def merge(self, experts: Any, spec: LayerSpec) -> bool:
-        """Compute the shared expert with the routed experts, and not in vLLM's runner. Returns false if that is unsafe.
+    def merge(self, experts: Any, spec: LayerSpec, our_router: bool) -> Experts | None:
+        """Take the shared expert out of vLLM's runner. Returns the experts including it, or None if that is unsafe.
 
         Called once, when all weights are loaded.
 
         Args:
             experts: the `RoutedExperts`.
             spec: the spec of the routed experts.
+            our_router: whether our kernel chooses the experts.
         """
         runner = compat.runner_of(experts)
         mlp = compat.shared_mlp(runner)
         if type(mlp).__name__ not in MLPS or experts.apply_router_weight_on_input:
-            return False
+            return None
         if spec.activation != Activation(limit=getattr(mlp.act_fn, "swiglu_limit", None)):
             _announce_other_activation()
-            return False
+            return None
         if (mlp.gate_up_proj, mlp.down_proj) != self._mlp:
-            return False
+            return None
         shown = *(getattr(experts, name) for name in experts.quant_method.loading.parameters), *self._mlp.tensors()
         if [parameter.data_ptr() for parameter in shown] != [t.data_ptr() for t in (*self.tensors, *self._slots())]:
-            return False
+            return None
+        gate = getattr(mlp, "expert_gate", None)
+        if gate is not None and (refusal := _gate_refusal(gate, runner, our_router)):
+            log_once(logging.INFO, f"shared experts with a gate are not merged: {refusal}")
+            return None
         named = dict(zip(experts.quant_method.loading.parameters, self.tensors, strict=True))
-        self.experts = Experts(spec.with_shared_expert(compat.take_shared_expert(runner)), named, named)
+        spec = spec.with_shared_expert(compat.take_shared_expert(runner))
+        compat.mark_compiled_code("fp8moe_shared_expert")
         log_once(
             logging.INFO, "shared experts are computed as one more expert (FP8MOE_MERGE_SHARED_EXPERT=0: separately)"
         )
-        return True
+        return Experts(spec, named, named, gate)
+
+
+def _gate_refusal(gate: Any, runner: Any, our_router: bool) -> str | None:
+    """Returns why `choose_experts` cannot compute the weights of a shared expert with this gate, or None."""
+    if not our_router:
+        return "the other experts are chosen by vLLM's router"
+    if runner.routed_scaling_factor != 1.0:
+        return "the weights of the other experts have a factor"
+    weight, plain = gate.weight, type(getattr(gate, "quant_method", None)) is UnquantizedLinearMethod
+    if not plain or getattr(gate, "bias", None) is not None:
+        return "the gate is no plain product"
+    if weight.dtype != torch.bfloat16 or len(weight) != 1 or not is_aligned_contiguous(weight):
+        return "the gate has another dtype or layout"
+    return None

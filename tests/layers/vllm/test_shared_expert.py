@@ -1,6 +1,5 @@
 """A shared expert in the last slot of the experts' tensors, loaded by vLLM's loaders; without an engine."""
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -182,14 +181,15 @@ def test_a_shared_expert_of_another_format_stays_apart(on_rank, monkeypatch):
     assert lines == ["shared experts are not merged: the routed ones are packed MXFP4"]
 
 
-def test_experts_take_the_shared_expert_of_their_block():
+@pytest.mark.parametrize("name", ["shared_experts", "shared_expert"])
+def test_experts_take_the_shared_expert_of_their_block(name):
     layers = DenseLayers()
-    parts = noted(layers)
+    parts = noted(layers, name=name)
     assert layers.take(f"{PREFIX}.experts") == parts
     assert layers.take(f"{PREFIX}.experts") is None
 
 
-@pytest.mark.parametrize(("block", "name"), [("model.layers.2.mlp", "shared_experts"), (PREFIX, "shared_expert")])
+@pytest.mark.parametrize(("block", "name"), [("model.layers.2.mlp", "shared_experts"), (PREFIX, "shared_mlp")])
 def test_experts_take_no_other_layers(block, name):
     layers = DenseLayers()
     noted(layers, block, name)
@@ -219,13 +219,3 @@ def test_offloading_which_moves_parameters_leaves_it_apart(monkeypatch, backend,
     layers = DenseLayers()
     noted(layers)
     assert layers.take(f"{PREFIX}.experts") is None
-
-
-def test_code_compiled_without_it_is_not_taken_from_vllms_cache(on_rank):
-    on_rank(1, 0)
-    config = default_config()
-    hashes = {config.compute_hash()}
-    for intermediate, _ in itertools.product((256, 512), range(2)):
-        Layer(256, 1, 0, shared=make_shared(intermediate))
-        hashes.add(config.compute_hash())
-    assert len(hashes) == 2
