@@ -193,11 +193,10 @@ DEVICE void multiply_units(SharedMemory shared, Ring<kStages>& ring, Units units
     }
 }
 
-// The units of a team.
+// Adds the products of a team's units.
 DEVICE void multiply_decoded(SharedMemory shared, int team, int units, int first, Fragment<kTokens> (&sum)[1]) {
     int token = fragment_column(threadIdx.x);
     Ring<kStages> ring{team};
-    clear(sum);
     for (int unit = team; unit < units; unit += kTeams, ring.template advance_by<kTeams>()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
@@ -243,7 +242,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         cluster.wait();
     } else {
         const int team = warp / kTeamWarps, first = warp % kTeamWarps / 4 * 64;
-        Fragment<kTokens> sum[1], biases;
+        Fragment<kTokens> sum[1], apart;
+        // Decoded weights leave no registers for both.
+        Fragment<kTokens>& biases = kDecodedToRegisters ? sum[0] : apart;
         Ring<kStages> ring;
         clear(biases);
         if constexpr (kBias) {  // while gate_up_small_batch runs; once for the cluster
@@ -258,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             multiply_decoded(shared, team, share.units(list), first, sum);
         else
             multiply_stages<kTokens, PresentScales>(shared, ring, share.units(list), first, 0, sum);
-        if constexpr (kBias)
+        if constexpr (kBias && !kDecodedToRegisters)
 #pragma unroll
             for (int e = 0; e < kTokens / 2; ++e) sum[0][e] += biases[e];
         cluster.wait();  // the other blocks have initialized their barriers

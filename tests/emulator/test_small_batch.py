@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from fp8moe_plugin.ops import fused_moe, workspace
+from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.plan.sm90.constants import SMALL_BATCH_PAIRS
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, small_batch_step
 from fp8moe_plugin.plan.spec import LayerSpec
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import SHARED_BYTES, Device
-from tests.emulator.layers import MOST_ERROR, run_layers
+from tests.emulator.layers import MOST_ERROR, run_layers, run_packed_layer
 
 MULTIPROCESSORS = 24  # two or three clusters of the first GEMM
 TOPK = 3
@@ -111,6 +112,17 @@ def test_channels_are_shared_by_any_number_of_blocks(
     routing = h.random_routing(gen, "some_missing", tokens, TOPK, experts)
     out = emulator.execute(1, lambda: fused_moe(x, *layer, *routing))
     assert h.relative_l2(out, h.layer_reference(x, layer, *routing, quantized=True)) <= MOST_ERROR
+
+
+@pytest.mark.parametrize(  # both experts have units: of one team or none in some blocks, more than stages in others
+    ("splits", "intermediate", "tokens", "biased"),
+    [(1, 128, 5, True), (1, 896, 16, True), (2, 128, 8, False), (3, 640, 5, False), (5, 128, 16, True)],
+)
+def test_teams_share_channels_of_packed_experts(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, splits: int, intermediate: int, tokens: int, biased: bool
+) -> None:
+    force_down_splits(monkeypatch, 8 if tokens <= 8 else 16, splits)
+    assert run_packed_layer(emulator, 1, tokens, SPAN, 256, intermediate, biased) <= MOST_ERROR
 
 
 def test_as_many_experts_and_pairs_as_the_list_holds(emulator: Device, narrow: None) -> None:
