@@ -29,7 +29,8 @@ struct Ring {
     }
 };
 
-// Called by each math warp after it has consumed a stage.
+// Called by each math warp after it has consumed a stage. What it read of it with loads should have arrived, such as by
+// loads before the wait for the tensor cores: the arrival does not wait for them, and TMA may overwrite what they read.
 template <class SharedMemory>
 DEVICE void release(SharedMemory shared, int stage) {
     __syncwarp();
