@@ -145,6 +145,9 @@ def _check(parser: Parser, given: argparse.Namespace) -> None:
     for option in ("gpus", "gpu_memory_utilization", "kv_cache_dtype", "max_model_len", "context_length"):
         if getattr(given, option) and not given.gpu:
             parser.error(f"{_name(option)} needs a --gpu")
+    for option in ("revision", "download_dir"):
+        if getattr(given, option) and not given.model:
+            parser.error(f"{_name(option)} needs a --model")
     sizes = [option for option in SIZES if getattr(given, option)]
     if len(sizes) > 1:
         parser.error("explain shows either --tokens or the captured sizes, not both")

@@ -1,6 +1,7 @@
 """Parses the values of options."""
 
 import argparse
+from urllib.parse import urlsplit
 
 from warmup.target import MAX_COUNT, MOST_GPUS
 
@@ -38,6 +39,11 @@ def positive(text: str, most: float = float(MAX_COUNT), what: str = "a number ab
 
 
 def url(text: str) -> str:
-    if not text.startswith(("http://", "https://")) or not text.isprintable():
+    try:
+        address = urlsplit(text)
+        valid = address.scheme in ("http", "https") and address.hostname and address.port != 0 and text.isprintable()
+    except ValueError:  # a port or an IPv6 address that cannot be one
+        valid = False
+    if not valid:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://canary:8000")
     return text

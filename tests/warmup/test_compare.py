@@ -309,7 +309,10 @@ URLS = ["--url", "http://canary:8000", "--baseline", "https://stable/prefix"]
         (URLS[:2], "--url and --baseline are two servers: give both"),
         ([*URLS, "--model", "m"], "--model is of engines that compare starts, and --url of running servers"),
         ([*URLS, "--bf16", "m"], "--bf16 is of engines that compare starts"),
-        (["--url", "file:///etc/passwd", *URLS[2:]], "'file:///etc/passwd' is not a URL such as"),
+        *(
+            (["--url", url, *URLS[2:]], f"'{url}' is not a URL such as")
+            for url in ("file:///etc/passwd", "http://[::1", "http://", "http://canary:80000", "http://canary:http")
+        ),
         ([*URLS, "--max-kl", "nan"], "'nan' is not a number above 0"),
     ],
 )

@@ -398,6 +398,8 @@ def test_a_file_in_place_of_a_folder_is_refused_as_such(
             "--tp and --chunked-prefill-size: use either",
         ),
         (["explain", "--model", "m", "--max-model-len", "512"], "--max-model-len needs a --gpu"),
+        (["--revision", "main"], "--revision needs a --model"),
+        (["bundle", "--download-dir", "d"], "--download-dir needs a --model"),
         (["--quantization", "fp8"], "argument --quantization/-q: invalid choice: 'fp8' (choose from"),
         (["explain", "--model", "m", "--gpu", "h100", "--gpus", "17"], "17 is more than 16"),
         (
