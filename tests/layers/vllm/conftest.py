@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.load import load, replaced
+from tests.engine.load import join_ranks, load, replaced
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -21,6 +21,20 @@ def workspaces() -> Iterator[None]:
         init_workspace_manager(torch.device("cpu"))
         yield
         reset_workspace_manager()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, workspaces: None) -> Iterator[None]:
+    """vLLM's groups, of one rank each."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    with mock.patch.dict(os.environ):  # vLLM sets variables, which must not affect later tests
+        with set_current_vllm_config(VllmConfig()):
+            join_ranks(tmp_path_factory.mktemp("ranks"))
+        yield
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
 
 @pytest.fixture(scope="module")

@@ -1,39 +1,29 @@
 """vLLM's `DeepseekV2MoE` and its runner, with and without a merged shared expert; no model around it and no engine."""
 
 import inspect
-import os
-from collections.abc import Iterator
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-from vllm.forward_context import set_forward_context
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import SiluAndMulWithClamp
 from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLP, DeepseekV2MoE
 
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
-from fp8moe_plugin.formats.spec import QuantSpec
-from fp8moe_plugin.layers.parameters import expert_tensors
-from fp8moe_plugin.layers.vllm import config as config_module
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.router import FusedRouter
-from fp8moe_plugin.layers.vllm.shared_expert import Mlp
 from fp8moe_plugin.ops import choose_experts, fused_moe
 from tests import helpers as h
-from tests.engine.load import join_ranks
 from tests.layers.experts import EXPERTS, HIDDEN, TOPK, make_checkpoint
+from tests.layers.vllm.moe_block import PREFIX, TOKENS, MoeBlock
 from tests.layers.vllm.one_rank import load_experts, load_mlp
 
 pytestmark = pytest.mark.seam
 
-INTERMEDIATE, SCALE, TOKENS, PREFIX = 256, 2.5, 7, "model.layers.3.mlp"
+INTERMEDIATE, SCALE = 256, 2.5
 CHECKPOINT = make_checkpoint(INTERMEDIATE)
 MODEL = SimpleNamespace(
     routed_scaling_factor=SCALE,
@@ -51,40 +41,19 @@ MODEL = SimpleNamespace(
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, workspaces: None) -> Iterator[None]:
-    with mock.patch.dict(os.environ):  # vLLM sets variables, which must not affect later tests
-        with set_current_vllm_config(VllmConfig()):
-            join_ranks(tmp_path_factory.mktemp("ranks"))
-        yield
-        destroy_model_parallel()
-        destroy_distributed_environment()
-
-
-class Block:
-    """A loaded block of the model, whose router always chooses the same."""
+class Block(MoeBlock):
+    """A block whose router always chooses the same."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace = MODEL) -> None:
-        monkeypatch.setattr(config_module, "warmup_command", lambda: "warmup")
-        self.config = VllmConfig()
         options: dict[str, bool] = {}
         if "apply_routed_scale_to_output" in inspect.signature(DeepseekV2MoE).parameters:  # 0.25.1 always does
             options["apply_routed_scale_to_output"] = True
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with set_current_vllm_config(self.config):
-                quantized = Fp8MoeConfig(QuantSpec(FP8_BLOCK))
-                parallel = self.config.parallel_config
-                self.module = DeepseekV2MoE(model, parallel, quant_config=quantized, prefix=PREFIX, **options)
-                self.mlp = Mlp(self.module.shared_experts.gate_up_proj, self.module.shared_experts.down_proj)
-                self.runner = self.module.experts
-                self.experts = self.runner.routed_experts
-                self.load()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        gen = h.seeded(0, torch.device("cpu"))
-        self.x = h.random_tokens(gen, TOKENS, HIDDEN)
-        self.routing = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
+
+        def make(config: VllmConfig, quantized: Fp8MoeConfig) -> torch.nn.Module:
+            return DeepseekV2MoE(model, config.parallel_config, quant_config=quantized, prefix=PREFIX, **options)
+
+        super().__init__(monkeypatch, make, "shared_experts")
+        self.routing = h.random_routing(self.gen, "distinct", TOKENS, TOPK, EXPERTS)
         monkeypatch.setattr(self.module.gate, "forward", lambda x: (x[:, :EXPERTS], None))  # made for engines
         monkeypatch.setattr(self.runner.router, "select_experts", lambda *_, **__: self.routing)
 
@@ -96,21 +65,9 @@ class Block:
             for name, ts in CHECKPOINT.items()
         }
         load_mlp(self.mlp, wide, 1)
-        for part in (*self.mlp, self.experts):
-            part.quant_method.process_weights_after_loading(part)
-
-    def run(self) -> torch.Tensor:
-        with set_forward_context(None, self.config), torch.inference_mode():
-            return self.module(self.x.clone())
 
     def expected(self) -> torch.Tensor:
-        """With expert 1 as the shared one, too."""
-        tensors = [getattr(self.experts, name).data for name in expert_tensors(FP8_BLOCK, 1, 128, 128)]
-        tensors = [
-            torch.cat([tensor.view(torch.uint8), tensor[1:2].view(torch.uint8)]).view(tensor.dtype)
-            for tensor in tensors
-        ]
-        return fused_moe(self.x, *tensors, *self.routing, shared_expert=True, routed_scale=SCALE)
+        return fused_moe(self.x, *self.tensors(), *self.routing, shared_expert=True, routed_scale=SCALE)
 
 
 def test_the_runner_returns_what_the_experts_compute(ranks, monkeypatch):
