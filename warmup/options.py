@@ -142,12 +142,10 @@ def _check(parser: Parser, given: argparse.Namespace) -> None:
     _check_engine(parser, given)
     if given.command == "convert":
         _check_convert(parser, given)
-    for option in ("gpus", "gpu_memory_utilization", "kv_cache_dtype", "max_model_len", "context_length"):
-        if getattr(given, option) and not given.gpu:
-            parser.error(f"{_name(option)} needs a --gpu")
-    for option in ("revision", "download_dir"):
-        if getattr(given, option) and not given.model:
-            parser.error(f"{_name(option)} needs a --model")
+    of_gpu = "gpus", "gpu_memory_utilization", "kv_cache_dtype", "max_model_len", "context_length"
+    for option, other in (dict.fromkeys(of_gpu, "gpu") | {"revision": "model", "download_dir": "model"}).items():
+        if getattr(given, option) and not getattr(given, other):
+            parser.error(f"{_name(option)} needs a --{other}")
     sizes = [option for option in SIZES if getattr(given, option)]
     if len(sizes) > 1:
         parser.error("explain shows either --tokens or the captured sizes, not both")
