@@ -9,7 +9,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def objects(manifest: str) -> dict[str, Any]:
-    """Returns the objects of a manifest by their kind, of which each has one."""
+    """Returns the objects of a manifest by kind. It has one of each."""
     found = list(yaml.safe_load_all((DEPLOY / manifest).read_text()))
     by_kind = {one["kind"]: one for one in found}
     assert len(by_kind) == len(found)

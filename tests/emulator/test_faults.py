@@ -202,19 +202,13 @@ def small_batch(emulator: Device, seed: int) -> None:
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
 
 
-def small_batch_that_chooses_experts(emulator: Device, seed: int) -> None:
-    errors = run_routed_layers(emulator, seed, 3, 1024, 128)
+def small_batch_that_chooses_experts(emulator: Device, seed: int, **options: bool) -> None:
+    errors = run_routed_layers(emulator, seed, 3, 1024, 128, **options)
     assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
 
 
-def small_batch_with_a_gate(emulator: Device, seed: int) -> None:
-    errors = run_routed_layers(emulator, seed, 3, 1024, 128, gates=True)
-    assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
-
-
-def small_batch_with_a_shared_gate(emulator: Device, seed: int) -> None:
-    errors = run_routed_layers(emulator, seed, 3, 1024, 128, shared=True)
-    assert max(errors) <= MOST_ERROR, f"{WRONG_RESULT}: relative L2 of each layer {errors}"
+small_batch_with_a_gate = functools.partial(small_batch_that_chooses_experts, gates=True)
+small_batch_with_a_shared_gate = functools.partial(small_batch_that_chooses_experts, shared=True)
 
 
 def first_kernel(run: Callable[[Device, int], float]) -> Callable[[Device, int], None]:
