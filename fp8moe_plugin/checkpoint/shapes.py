@@ -21,7 +21,7 @@ MERGING_GATED = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
-SHARED_GATE_UP = (".shared_experts.gate_up_proj", ".shared_expert.gate_up_proj")
+SHARED_EXPERTS = (".shared_experts", ".shared_expert")  # in vLLM's blocks
 N_MULTIPLE = 8  # output channels must be a multiple of it: the GEMMs store 16 bytes of bfloat16 at a time
 
 
@@ -121,7 +121,8 @@ def merges_shared_expert(model: Model, parallel: Parallel) -> bool:
 
     One of `MERGING_GATED` only where our router chooses the experts.
     """
-    widths = [layer.outputs[0] for layer in model.dense if layer.name.endswith(SHARED_GATE_UP)]
+    gate_ups = tuple(f"{mlp}.gate_up_proj" for mlp in SHARED_EXPERTS)
+    widths = [layer.outputs[0] for layer in model.dense if layer.name.endswith(gate_ups)]
     apart = parallel.sglang or parallel.ep > 1 or parallel.dp > 1
     if model.architecture not in MERGING + MERGING_LIMITED + MERGING_GATED or not model.experts.layers:
         return False

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
+from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS, SHARED_EXPERTS
 from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.parameters import expert_tensors, format_of
@@ -26,7 +26,6 @@ from fp8moe_plugin.ops.checks import is_aligned_contiguous
 from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.settings import settings
 
-NAMES = (".shared_experts", ".shared_expert")  # in vLLM's blocks
 GATE_UP, DOWN = ".gate_up_proj", ".down_proj"
 # Of vLLM's modules, those that are known to compute the same as an expert, except for a gate.
 MLPS = ("DeepseekV2MLP", "DeepseekV4MLP", "Qwen2MoeMLP")
@@ -91,7 +90,7 @@ class DenseLayers:
     def note(self, prefix: str, layer: Any) -> None:
         """Keep a dense layer if it belongs to a shared expert that may be merged."""
         mlp, _, _ = prefix.rpartition(".")
-        is_part = mlp.endswith(NAMES) and prefix.endswith((GATE_UP, DOWN))
+        is_part = mlp.endswith(SHARED_EXPERTS) and prefix.endswith((GATE_UP, DOWN))
         if is_part and settings().merge_shared_expert and compat.can_merge_parameters():
             self.layers = {name: part for name, part in self.layers.items() if name.startswith(f"{mlp}.")}
             self.layers[prefix] = layer
@@ -99,7 +98,7 @@ class DenseLayers:
     def take(self, experts: str) -> Mlp | None:
         """Returns the dense layers next to the experts with this prefix, and forgets them."""
         block = experts.removesuffix(".experts")
-        for mlp in NAMES:
+        for mlp in SHARED_EXPERTS:
             gate_up, down = (self.layers.pop(block + mlp + name, None) for name in (GATE_UP, DOWN))
             if gate_up is not None and down is not None:
                 return Mlp(gate_up, down)
