@@ -9,7 +9,7 @@ from fp8moe_plugin.errors import UnsupportedError
 from fp8moe_plugin.layers.kernels import announce_layer, kernels_backend, prepare_kernels
 from fp8moe_plugin.ops import torch_ops
 from fp8moe_plugin.ops.push import run_push_moe
-from fp8moe_plugin.ops.router_reference import gate_weights
+from fp8moe_plugin.ops.router_reference import with_shared_weights
 from fp8moe_plugin.ops.window import Window
 from fp8moe_plugin.plan.options import options_of
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec
@@ -69,7 +69,7 @@ class Experts:
         """Returns the weighted sum of each token's experts; see `ops.fused_moe`."""
         out = torch.empty_like(x, dtype=torch.bfloat16) if out is None else out
         if self._gate is not None:
-            topk_weights = torch.cat([topk_weights, gate_weights(x, self._gate.weight)], 1)
+            topk_weights = with_shared_weights(topk_weights, x, self._gate.weight)
         torch_ops.fused_moe(self._options, x, scale, *self.tensors, topk_weights, topk_ids, expert_map, out)
         return out
 

@@ -108,7 +108,8 @@ def check_layer_call(
     tokens, device = hidden_states.shape[0], hidden_states.device
     check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(tokens, None), device=device)
     check_tensor("topk_weights", topk_weights, dtype=torch.float32, device=device)
-    topk, gated = topk_ids.shape[1], options.shared_expert and topk_weights.shape[1:] == (topk_ids.shape[1] + 1,)
+    topk = topk_ids.shape[1]
+    gated = options.shared_expert and topk_weights.shape[1:] == (topk + 1,)
     check_shape("topk_weights", topk_weights, (tokens, topk + gated))
     if expert_map is not None:
         check_tensor("expert_map", expert_map, dtype=torch.int32, shape=(None,), device=device)

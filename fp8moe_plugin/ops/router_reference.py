@@ -22,12 +22,12 @@ def choose_experts(
     if renormalize:
         weights /= weights.sum(-1, keepdim=True)
     if hidden_states is not None and shared_gate is not None:
-        weights = torch.cat([weights, gate_weights(hidden_states, shared_gate)], 1)
+        weights = with_shared_weights(weights, hidden_states, shared_gate)
     if padding is not None:
         weights, ids = weights.masked_fill(padding[:, None], 0), ids.masked_fill(padding[:, None], -1)
     return weights, ids
 
 
-def gate_weights(x: torch.Tensor, shared_gate: torch.Tensor) -> torch.Tensor:
-    """Returns float32 `[T, 1]`, the weights of a shared expert with a gate `[1, H]`."""
-    return (x.float() @ shared_gate.float().T).sigmoid()
+def with_shared_weights(weights: torch.Tensor, x: torch.Tensor, shared_gate: torch.Tensor) -> torch.Tensor:
+    """Returns float32 `[T, k + 1]`: the weights `[T, k]`, and those of a shared expert with a gate `[1, H]`."""
+    return torch.cat([weights, (x.float() @ shared_gate.float().T).sigmoid()], 1)
