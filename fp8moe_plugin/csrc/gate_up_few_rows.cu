@@ -219,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const int padded = padded_tokens(tile.rows);
             if constexpr (kMoreWidths) {
                 switch (padded) {
-                    case 40: compute_tile<40>(shared, ring, in, out, tile, warpgroup); continue;
                     case 24: compute_tile<24>(shared, ring, in, out, tile, warpgroup); continue;
+                    case 40: compute_tile<40>(shared, ring, in, out, tile, warpgroup); continue;
                     case 48: compute_tile<48>(shared, ring, in, out, tile, warpgroup); continue;
                 }
             }
