@@ -200,15 +200,8 @@ DEVICE void multiply_decoded(SharedMemory shared, int team, int units, int first
     for (int unit = team; unit < units; unit += kTeams, ring.template advance_by<kTeams>()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
-        Fragment<kTokens> product;
-        wgmma_start(product, WeightTile(shared, s).operand(first), shared.tokens(s, 0));
-        // Before the wait: TMA would overwrite them in a released stage while they are being read.
         auto token_scale = [&](int offset) { return shared.token_scale(s, token + offset); };
-        const PresentScales scales({shared, s}, token_scale);
-        wgmma_finish(product);
-        release(shared, s);
-#pragma unroll
-        for (int e = 0; e < kTokens / 2; ++e) scales.add(sum[0][e], product[e], e);
+        multiply_stage<kTokens, PresentScales>(shared, s, first, token_scale, sum);
     }
 }
 

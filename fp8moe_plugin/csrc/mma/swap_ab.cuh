@@ -60,9 +60,12 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
     for (int slab = 0; slab < kSlabs; ++slab)
         wgmma_issue(product[slab], weights.operand(row + slab * 64), shared.tokens(stage, 0));
     wgmma_commit();
-    if constexpr (kDecodedToRegisters) wgmma_finish(product);  // which leave none for scales before
+    // Before the wait: TMA would overwrite them in a released stage while they are being read. The widest tiles of
+    // decoded weights have no registers for that.
+    constexpr bool kScalesFirst = !kDecodedToRegisters || kTokens < 64;
+    if constexpr (!kScalesFirst) wgmma_finish(product);
     const Scales scales(weights, token_scale, others...);
-    if constexpr (!kDecodedToRegisters) wgmma_finish(product);
+    if constexpr (kScalesFirst) wgmma_finish(product);
     release(shared, stage);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
