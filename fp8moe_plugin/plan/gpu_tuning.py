@@ -28,7 +28,9 @@ class GpuTuning:
 UNTUNED = GpuTuning()
 # By name: what `fp8moe-warmup tune` found on them, see docs/tuning.md.
 OF_GPUS = {
-    "NVIDIA H100 80GB HBM3": GpuTuning(few_rows_per_expert=1, packed_small_batch_bytes=2**29, early_below=384),
+    "NVIDIA H100 80GB HBM3": GpuTuning(
+        few_rows_per_expert=1, small_batch_bytes=3 * 2**28, packed_small_batch_bytes=2**29, early_below=384
+    ),
 }
 
 

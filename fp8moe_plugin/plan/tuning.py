@@ -59,10 +59,10 @@ EARLY_BELOW = 192
 KEEP_B_UP_TO = 256
 
 # The most bytes of expert weights that a step may be expected to read to run the small-batch kernels.
-# Measured: the small-batch kernels lose where many weights are read, as the other kernels stream them 3% faster: EP1
-# with 4 and 8 tokens, 320 and 586 us, was not better than 311 and 573 us ([021]).
-# Measure again: when the bandwidth of either path changes by more than 1%.
-SMALL_BATCH_BYTES = 3 * 2**28
+# Measured: 3 to 16 tokens of whole layers of five models, 0.8 to 5.6 GB, take 0.95 to 1.01 of the time with the other
+# kernels ([120]); on an H100 1.00 to 1.01 ([091]).
+# Measure again: for steps that are expected to read more.
+SMALL_BATCH_BYTES = 2**33
 
 # The same for up to eight tokens of experts in packed MXFP4.
 # Measured: two to eight tokens of DeepSeek-V4-Flash, 160 to 640 MB, take 0.82, 0.87, 0.90, 0.91, 0.94 and 0.99 of the

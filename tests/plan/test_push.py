@@ -20,7 +20,7 @@ from fp8moe_plugin.plan.tuning import GATHER_UP_TO, MULTIPROCESSORS
 
 def test_ranks_with_unequal_shares_agree_on_the_format() -> None:
     ranks, rows = 3, 4
-    specs = [LayerSpec(MoeShape(4, 4096, 4096, local, 256)) for local in (85, 86)]
+    specs = [LayerSpec(MoeShape(4, 8192, 171 * 128, local, 256)) for local in (85, 86)]
     assert len({type(plan_layer(spec, ranks * rows)) for spec in specs}) == 2, "alone they would differ"
     fewer, more = (plan_push(spec, ranks, rows, MULTIPROCESSORS) for spec in specs)
     assert fewer.push_tokens == more.push_tokens

@@ -146,7 +146,7 @@ def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
 
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
-    many weights, the other kernels stream them 3% faster. With more than 8 tokens, each block of a cluster needs
+    many packed weights, the other kernels stream them faster. With more than 8 tokens, each block of a cluster needs
     MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, and they quantize
     the tokens themselves.
     """
