@@ -60,12 +60,13 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
     for (int slab = 0; slab < kSlabs; ++slab)
         wgmma_issue(product[slab], weights.operand(row + slab * 64), shared.tokens(stage, 0));
     wgmma_commit();
-    // Before the wait: TMA would overwrite them in a released stage while they are being read. The widest tiles of
-    // decoded weights have no registers for that.
+    // Before the wait: producers would overwrite them in a released stage while they are being read. The widest tiles
+    // of decoded weights have no registers for that, and end their reads with a fence.
     constexpr bool kScalesFirst = !kDecodedToRegisters || kTokens < 64;
     if constexpr (!kScalesFirst) wgmma_finish(product);
     const Scales scales(weights, token_scale, others...);
     if constexpr (kScalesFirst) wgmma_finish(product);
+    if constexpr (!kScalesFirst) fence_proxy_async();
     release(shared, stage);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
