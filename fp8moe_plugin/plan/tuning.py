@@ -59,9 +59,9 @@ EARLY_BELOW = 192
 KEEP_B_UP_TO = 256
 
 # The most bytes of expert weights that a step may be expected to read to run the small-batch kernels.
-# Measured: 3 to 16 tokens of whole layers of five models, 0.8 to 5.6 GB, take 0.95 to 1.01 of the time with the other
-# kernels ([120]); on an H100 1.00 to 1.01 ([091]).
-# Measure again: for steps that are expected to read more.
+# Measured: 3 to 16 tokens of whole layers of five models, 0.9 to 5.6 GB, take 0.95 to 1.01 of the time with the other
+# kernels ([120]). On an H100 `fp8moe-warmup tune` kept 768 MiB twice, as no other value gained 1% ([091], [107]).
+# Measure again: for steps that are expected to read more, weights with a scale for each row, or `FP8MOE_EP=push`.
 SMALL_BATCH_BYTES = 2**33
 
 # The same for up to eight tokens of experts in packed MXFP4.

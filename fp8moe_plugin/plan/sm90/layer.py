@@ -146,9 +146,9 @@ def small_batch_tokens(spec: LayerSpec, tokens: int, tuning: GpuTuning) -> int:
 
     Every tile multiplies all tokens of the batch, though an expert has only some of them. That costs nothing while the
     kernels are bound by loading weights, and saves the launches that sort the tokens. If a rank is expected to read
-    many packed weights, the other kernels stream them faster. With more than 8 tokens, each block of a cluster needs
-    MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, and they quantize
-    the tokens themselves.
+    more weights than a limit, the other kernels stream them faster. With more than 8 tokens, each block of a cluster
+    needs MIN_K_BLOCKS, which it does not have if `hidden` is small. The kernels do not know further steps, and they
+    quantize the tokens themselves.
     """
     topk, hidden, intermediate, local_experts, global_experts = spec.shape
     pairs = tokens * topk
