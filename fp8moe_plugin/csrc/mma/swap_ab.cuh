@@ -65,8 +65,10 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
     constexpr bool kScalesFirst = !kDecodedToRegisters || kTokens < 64;
     if constexpr (!kScalesFirst) wgmma_finish(product);
     const Scales scales(weights, token_scale, others...);
-    if constexpr (kScalesFirst) wgmma_finish(product);
-    if constexpr (!kScalesFirst) fence_proxy_async();
+    if constexpr (kScalesFirst)
+        wgmma_finish(product);
+    else
+        fence_proxy_async();
     release(shared, stage);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)

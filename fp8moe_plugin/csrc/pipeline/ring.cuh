@@ -29,8 +29,9 @@ struct Ring {
     }
 };
 
-// Called by each math warp after it has consumed a stage. What it read of it with loads should have arrived, such as by
-// loads before the wait for the tensor cores: the arrival does not wait for them, and TMA may overwrite what they read.
+// Called by each math warp after it has consumed a stage. What it read of it with loads should have arrived, by loads
+// before the wait for the tensor cores or by a proxy fence: the arrival does not wait for them, and producers may
+// overwrite what they read.
 template <class SharedMemory>
 DEVICE void release(SharedMemory shared, int stage) {
     __syncwarp();
