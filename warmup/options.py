@@ -65,7 +65,7 @@ class Options:
 
 
 def parse(arguments: list[str] | None) -> Options:
-    """Parse the command line; exits with status 2 if it is invalid."""
+    """Returns the options of a command line; exits with status 2 if it is invalid."""
     main, commands = parsers()
     # Options that a command does not have are None.
     unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus", "kernels"))

@@ -709,7 +709,7 @@ FAULTS = {
         "no mbarrier|ended without waiting",
         multiprocessors=CLUSTERS,
     ),
-    "blocks that have ended are told that their sums are taken": Fault(
+    "a block is signalled after it has ended": Fault(
         "gate_up_small_batch.cu",
         " && tile + share.tile_stride < tiles",
         "",
