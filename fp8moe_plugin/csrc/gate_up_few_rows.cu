@@ -7,7 +7,7 @@
 //
 // Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
-// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16;    x  e4m3 [T, K]
+// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16;    x_map  of x, e4m3 [T, K]: boxes of one row
 //       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       a_rows      int32 [m], the token of each row
 //       partial     float32 [2 * I * m * splits]; unused with one split
@@ -46,7 +46,7 @@ constexpr int kStages = SharedMemory::kStages;
 
 struct Operands {
     const WeightMap* weights;
-    const uint4* x;
+    const TensorMap* x;
     const float* x_scales;
     const WeightScale* weight_scales;
     const int* a_rows;
@@ -87,58 +87,41 @@ struct WeightLoads {
     }
     DEVICE void start(WeightTile<SharedMemory> to, u32 full, int step) const {
         const int lane = lane_of_warp();
-        if (lane == 0) {
-            barrier_arrive_expect(full, to.kBytes);
-            to.load_gate_and_up(chunks, full, first_step + step);
-        }
+        if (lane == 0) to.load_gate_and_up(chunks, full, first_step + step);
         if (lane < 2) to.load_scale(lane, scale + step);
     }
 };
 
-// A tile's tokens: a lane copies 16 bytes of several, and the scales of two.
-struct TokenCopies : StepsOfTile {
-    static constexpr int kChunks = kBlockK / 16, kRowsAtOnce = kWarp / kChunks, kCount = kBlockTokens / kRowsAtOnce;
-    static_assert(2 * kRowsAtOnce == SWIZZLE_ROWS, "the swizzle of two copies repeats");
-    const uint4* x;
+// A tile's tokens, each a box of its own: a lane loads those that are a warp apart, and copies their scales.
+struct TokenLoads : StepsOfTile {
+    static constexpr int kCount = kBlockTokens / kWarp;
+    const TensorMap* x;
     const float* scales;
-    u32 from[kCount], from_scale[kBlockTokens / kWarp];  // first elements
-    int rows;
+    int rows, first_step, token[kCount];
+    u32 first_scale[kCount];
 
-    DEVICE TokenCopies(const Operands& in, const Tile& tile)
+    DEVICE TokenLoads(const Operands& in, const Tile& tile)
         : StepsOfTile(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks),
           x(in.x),
           scales(in.x_scales),
-          rows(tile.rows) {
-        const int lane = lane_of_warp(), first_step = in.splits.split_of(tile) * in.steps;
-        u32 blocks[kBlockTokens / kWarp];  // the first K blocks of as many tokens, a warp apart
-#pragma unroll
-        for (int i = 0; i < kBlockTokens / kWarp; ++i) {
-            const int row = i * kWarp + lane;
-            from_scale[i] = blocks[i] = row < rows ? u32(in.a_rows[tile.row + row]) * in.k_blocks + first_step : 0;
-        }
+          rows(tile.rows),
+          first_step(in.splits.split_of(tile) * in.steps) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const int row = i * kRowsAtOnce + lane / kChunks;
-            const u32 block = __shfl_sync(kAllLanes, blocks[i * kRowsAtOnce / kWarp], row % kWarp);
-            from[i] = block * kChunks + lane % kChunks;
+            const int row = i * kWarp + lane_of_warp();
+            token[i] = row < rows ? in.a_rows[tile.row + row] : 0;
+            first_scale[i] = u32(token[i]) * in.k_blocks;
         }
     }
-    DEVICE void start(SharedMemory shared, int s, int k) const {
-        if constexpr (kFurtherSteps) k = k_block(k);
-        const int lane = lane_of_warp(), row = lane / kChunks, chunk = lane % kChunks;
-        const uint4* block = x + k * kChunks;
-        const u32 to[2] = {shared.tokens(s, row) + (chunk ^ row) * 16,
-                           shared.tokens(s, row + kRowsAtOnce) + (chunk ^ (row + kRowsAtOnce)) * 16};
+    DEVICE void start(SharedMemory shared, int s, u32 full, int step) const {
+        const int k = k_block(first_step + step);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            if (i * kRowsAtOnce >= rows) break;
-            if (i * kRowsAtOnce + row < rows)
-                copy_async_16(to[i % 2] + i / 2 * SWIZZLE_ROWS * kBlockK, block + from[i]);
+            const int row = i * kWarp + lane_of_warp();
+            if (row >= rows) break;
+            tma_load(shared.tokens(s, row), x, full, k * kBlockK, token[i]);
+            copy_async_4(shared.token_scale(s, row), scales + first_scale[i] + k);
         }
-#pragma unroll
-        for (int i = 0; i < kBlockTokens / kWarp; ++i)
-            if (i * kWarp + lane < rows)
-                copy_async_4(shared.token_scale(s, i * kWarp + lane), scales + k + from_scale[i]);
     }
 };
 
@@ -148,11 +131,16 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
     Tile tile = queue.tile();
     for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0)) {
         const WeightLoads weights(in, tile);
-        const TokenCopies tokens(in, tile);
+        const TokenLoads tokens(in, tile);
+        const u32 bytes = WeightTile<SharedMemory>::kBytes + tile.rows * kBlockK;
         auto fill = [&](int step, int s, u32 full) {
-            if (step == 0 && lane_of_warp() == 0) publish_tile(shared.tile(s), tile);
+            if (lane_of_warp() == 0) {
+                if (step == 0) publish_tile(shared.tile(s), tile);
+                barrier_arrive_expect(full, bytes);
+            }
+            __syncwarp();  // no bytes arrive before they are announced
             weights.start({shared, s}, full, step);
-            tokens.start(shared, s, step);
+            tokens.start(shared, s, full, step);
             copy_async_arrive(full);
         };
         turns.fill_stages<barrier_wait>(shared, in.steps, fill, [&](int step) {
@@ -176,7 +164,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
     };
     const RowScales<2 * kSlabs> scales(in.weight_scales, row);
     const RowBiases<2 * kSlabs> biases(out.bias, row);
-    multiply_stages<kTokens, GateUpScales<kTokens>, true>(shared, ring, in.steps, warpgroup * kSlabs * 64, 0, sum);
+    multiply_stages<kTokens, GateUpScales<kTokens>>(shared, ring, in.steps, warpgroup * kSlabs * 64, 0, sum);
     if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
         biases.add_to(sum);
@@ -190,21 +178,22 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    gate_up_few_rows(const __grid_constant__ WeightMap w_map, const uint4* x, const float* x_scales,
-                     const WeightScale* w_scales, const int* a_rows, u8* q, float* scales, float* partial,
-                     int* done_counters, const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
-                     int counters_per_tile, Activation activation, const float* bias) {
+    gate_up_few_rows(const __grid_constant__ WeightMap w_map, const __grid_constant__ TensorMap x_map,
+                     const float* x_scales, const WeightScale* w_scales, const int* a_rows, u8* q, float* scales,
+                     float* partial, int* done_counters, const int4* table, int* num_tiles, int m, int intermediate,
+                     int k, int splits, int counters_per_tile, Activation activation, const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
     init_weights(shared.at<WeightTables>(0));
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     int warpgroup = warp_uniform(threadIdx.x / 128);
     const int k_blocks = k / kBlockK, steps = weight_steps(w_map, k_blocks) / splits;
-    Operands in{&w_map, x, x_scales, w_scales, a_rows, intermediate, k_blocks, steps, {splits}};
+    Operands in{&w_map, &x_map, x_scales, w_scales, a_rows, intermediate, k_blocks, steps, {splits}};
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         wait_for_previous_kernel();
         let_next_kernel_start();  // not earlier: the next kernels read what route wrote without waiting
+        fence_proxy_async_global();
         Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
         load_tiles(shared, in, queue);
     } else {

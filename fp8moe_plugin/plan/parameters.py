@@ -97,7 +97,7 @@ PARAMETERS = {
         "int weight_columns"
     ),
     "gate_up_few_rows": _signature(
-        "map w_map, pointer x, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
+        "map w_map, map x_map, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
         "pointer partial, pointer done_counters, pointer table, pointer num_tiles, int m, int intermediate, int k, "
         "int splits, int counters_per_tile, activation activation, pointer bias"
     ),

@@ -620,12 +620,8 @@ FAULTS = {
     "the second GEMM of few rows does not wait for rows of the first": Fault(
         "pipeline/done_counters.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
     ),
-    "wgmma reads gathered tokens that are not fenced": Fault(
-        "mma/swap_ab.cuh",
-        "        if (kCopied) fence_proxy_async();\n",
-        "",
-        layer_of_few_tokens,
-        "without fence.proxy.async",
+    "the first GEMM of few rows does not await the bytes of its tokens": Fault(
+        "gate_up_few_rows.cu", "kBytes + tile.rows * kBlockK", "kBytes", layer_of_few_tokens, "deadlock"
     ),
     "the second GEMM of few rows ends before the first one": Fault(
         "grouped_gemm_few_rows.cu",

@@ -77,10 +77,8 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
 }
 
 // The main loop: adds up the products of the next `steps` stages. Scales: reads a stage's scales while the tensor cores
-// work, and adds a product to its sum. `first_token`: index of the scale of the tile's first token in a stage. kCopied:
-// tokens were copied by ordinary writes.
-template <int kTokens, class Scales = OneScale<kTokens>, bool kCopied = false, int kSlabs, class SharedMemory,
-          int kStages>
+// work, and adds a product to its sum. `first_token`: index of the scale of the tile's first token in a stage.
+template <int kTokens, class Scales = OneScale<kTokens>, int kSlabs, class SharedMemory, int kStages>
 DEVICE void multiply_stages(SharedMemory shared, Ring<kStages>& ring, int steps, int row, int first_token,
                             Fragment<kTokens> (&sum)[kSlabs]) {
     int token = first_token + fragment_column(threadIdx.x);
@@ -88,7 +86,6 @@ DEVICE void multiply_stages(SharedMemory shared, Ring<kStages>& ring, int steps,
     for (int step = 0; step < steps; ++step, ring.advance()) {
         int s = ring.stage;
         barrier_wait(shared.full(s), ring.phase);
-        if (kCopied) fence_proxy_async();
         auto token_scale = [&](int offset) { return shared.token_scale(s, token + offset); };
         multiply_stage<kTokens, Scales>(shared, s, row, token_scale, sum);
     }

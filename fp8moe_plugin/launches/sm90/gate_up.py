@@ -84,7 +84,7 @@ def gate_up_few_rows_launch(
         blocks,
         key.arguments(
             w_map=gate_up_map(w13),
-            x=a.values,
+            x_map=rows_map(a, 1),
             x_scales=a.scales,
             w_scales=w13.scales,
             a_rows=a_rows,
