@@ -21,7 +21,7 @@ class RowTile(NamedTuple):
 
 
 FEW_ROWS = RowTile(FEW_ROWS_TILE, 0, (8, 16, 32, 64), streams_weights=True)
-PACKED_FEW_ROWS = FEW_ROWS._replace(padded=(8, 16, 32, 40, 48, 64))  # of kernels that decode weights
+PACKED_FEW_ROWS = FEW_ROWS._replace(padded=(8, 16, 24, 32, 40, 48, 64))  # of kernels that decode weights
 MANY_ROWS = RowTile(MANY_ROWS_TILE, TAIL_ROWS, (64, 128, MANY_ROWS_TILE + TAIL_ROWS), streams_weights=False)
 UNTAILED = RowTile(MANY_ROWS_TILE, 0, (64, 128), streams_weights=False)  # of kernels for many rows that decode weights
 
