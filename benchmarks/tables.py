@@ -430,6 +430,7 @@ TABLES = {
     "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
     "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
     "requests-qwen3-48": Table(("bench_serve-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
+    "requests-qwen3-24": Table(("bench_serve-qwen3-24-2026-11-30",), partial(requests, model="qwen3-24")),
     "requests-qwen3-12": Table(("bench_serve-qwen3-12-2026-11-29",), partial(requests, model="qwen3-12")),
     "requests-dsv3-tp8": Table(("bench_serve-dsv3-tp8-2026-11-27",), partial(requests, model="dsv3-tp8")),
     "requests-sglang": Table(("bench_serve-sglang-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
