@@ -8,24 +8,36 @@
 
 using Tail = Fragment<kTailRows>;
 
-template <class SharedMemory>
-DEVICE void add_tail(SharedMemory shared, int s, int row, float weight_scale, Tail& product, Tail& sum) {
-    wgmma_results_ready(product);
+// The scales of a tail's tokens, by the columns of a fragment.
+struct TailScales {
+    float token[kTailRows / 4];
+
+    template <class SharedMemory>
+    DEVICE void read(SharedMemory shared, int s, int row) {
 #pragma unroll
-    for (int e = 0; e < kTailRows / 2; ++e)  // scales are read here, not earlier: registers are scarce while wgmma runs
-        sum[e] +=
-            load_shared_float(shared.token_scale(s, row + column_offset(column_index(e)))) * weight_scale * product[e];
-}
+        for (int i = 0; i < kTailRows / 4; ++i)
+            token[i] = load_shared_float(shared.token_scale(s, row + column_offset(i)));
+    }
+    DEVICE void add(float weight_scale, Tail& product, Tail& sum) const {
+        wgmma_results_ready(product);
+#pragma unroll
+        for (int e = 0; e < kTailRows / 2; ++e) sum[e] += token[column_index(e)] * weight_scale * product[e];
+    }
+};
 
 // Multiplies 64 rows by kColumns columns of kCount halves, from block of rows `row_block`, half `first_half` and
 // `column` of each half on; and the tail. kGathered: tokens were copied by ordinary writes, and their scales begin with
 // the tile's first.
+//
+// The last half releases the stage, where TMA would overwrite the tail's scales while they are being read. So it reads
+// them before the wait for wgmma, when registers are scarce; the kernel that has none left ends its reads with a fence.
 template <int kCount, int kColumns, bool kHasTail, bool kGathered, class SharedMemory, class Rings, int kHalves>
 DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, const Tile& tile, int row_block,
                               int first_half, int column, Fragment<kColumns> (&sum)[kCount], Tail (&tail)[kHalves]) {
     int first = kGathered ? 0 : ActivationScales::offset(tile.row),
         tail_row = first + kBlockM + fragment_column(threadIdx.x);
     int row = first + row_block * kWarpgroupM + warp_row(threadIdx.x) + lane_row(threadIdx.x);
+    constexpr bool kRegistersForScales = !(kScalesOfRows && Rings::kKeepsWeights);
     clear(sum);
     clear(tail);
 
@@ -50,10 +62,15 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
                             shared.tokens(s, kBlockM));
             wgmma_commit();
             float weight_scale = weights.scale_of_half(first_half + half);
-            float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
+            const bool last = half == kCount - 1, early = last && kRegistersForScales;
+            TailScales tail_scales;
+            if (kHasTail && early) tail_scales.read(shared, s, tail_row);
             wgmma_finish(product);
-            if (kHasTail) add_tail(shared, s, tail_row, weight_scale, tail_product, tail[half]);
-            if (half == kCount - 1) {
+            if (kHasTail && !early) tail_scales.read(shared, s, tail_row);
+            if (kHasTail && last && !early) fence_proxy_async();
+            if (kHasTail) tail_scales.add(weight_scale, tail_product, tail[half]);
+            float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
+            if (last) {
                 release(shared, s);
                 rings.advance();
                 ready = k + 1 < k_blocks && barrier_completed(shared.full(rings.tokens.stage), rings.tokens.phase);

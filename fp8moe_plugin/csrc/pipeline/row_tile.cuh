@@ -40,6 +40,7 @@ using RowTileStages = Stages<kAsManyAsFit, Tokens<kBlockM + kMostTailRows>, Weig
 // at most kStages steps, a load replaces only weights that were last read at least kStages steps earlier.
 template <int kStages, bool kKeepWeights>
 struct Rings {
+    static constexpr bool kKeepsWeights = kKeepWeights;
     Ring<kStages> tokens, weights;
     int expert = -1, column = 0;  // of the previous tile
 
