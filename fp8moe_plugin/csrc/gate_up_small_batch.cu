@@ -17,7 +17,8 @@
 //       tokens_written  int32 [experts listed, I / 128], number of tokens with results in memory, per tile
 // UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
-// writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there.
+// writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there and each block has
+// begun to load `stages_before_down` stages of weights, or all it needs: its loads take bandwidth from these.
 #include "epilogue/swiglu_token.cuh"
 #include "mma/gate_up_rows.cuh"
 #include "pipeline/producer.cuh"
@@ -57,8 +58,7 @@ DEVICE u32 sums_at(SharedMemory shared, int finished, int from, int half) {
     return shared.at<Sums>((finished * kCluster + from) * 2 + half);
 }
 
-// The sizes of the layer and the batch.
-struct ProblemSize {
+struct ProblemSize {  // of the layer and the batch
     int tokens, topk, hidden, intermediate;
     DEVICE int k_blocks() const { return hidden / kBlockK; }
     DEVICE int groups() const { return intermediate / kBlockI; }
@@ -68,8 +68,7 @@ struct ProblemSize {
 struct Share {
     int rank, first_step, steps, first_tile, tile_stride;
     DEVICE explicit Share(const ProblemSize& size) {
-        rank = blockIdx.x % kCluster;
-        first_step = rank * size.k_blocks() / kCluster;
+        rank = blockIdx.x % kCluster, first_step = rank * size.k_blocks() / kCluster;
         steps = (rank + 1) * size.k_blocks() / kCluster - first_step;
         first_tile = blockIdx.x / kCluster, tile_stride = gridDim.x / kCluster;
     }
@@ -78,13 +77,12 @@ struct Share {
 // ---- weights: one warp ---------------------------------------------------------------------------------------------
 
 DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Share& share, const WeightMap* w_map,
-                         const WeightScale* w_scales, const ExpertList& list) {
+                         const WeightScale* w_scales, const ExpertList& list, int stages_before_down) {
     int half = lane_of_warp(), groups = size.groups();  // of the lanes that load
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
-        const WeightScale* scale =
-            scales_of_rows(w_scales, row, scale_pitch(*w_map, size.k_blocks())) + share.first_step;
+        const auto* scale = scales_of_rows(w_scales, row, scale_pitch(*w_map, size.k_blocks())) + share.first_step;
         const GateAndUp both(w_map, row);
         fill_stages<wait_by_warp>(shared, ring, 0, kStagesOfStep * share.steps, [&](int i, int s, u32 full) {
             int k = i / kStagesOfStep, slab = i % kStagesOfStep;
@@ -95,8 +93,10 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
                 to.load_scale(half, scale + k);
                 copy_async_arrive(full);
             }
+            if (--stages_before_down == 0) let_next_kernel_start();
         });
     }
+    if (stages_before_down > 0) let_next_kernel_start();
     finish_copies();
 }
 
@@ -184,8 +184,8 @@ struct Result {
     const float* bias;
 
     // Marks the cluster's tiles as not written, and their experts as absent from all tokens; by a warp of the first
-    // block, before the cluster's blocks meet and the next kernel starts. `most_tiles`: an upper bound of the batch's
-    // tiles. The fence makes the values visible to the next kernel.
+    // block, before its warps and the cluster's blocks meet, and before it lets the next kernel start. `most_tiles`: an
+    // upper bound of the batch's tiles. The fence makes the values visible to the next kernel.
     DEVICE void clear(const Share& share, int most_tiles) const {
         for (int i = lane_of_warp();; i += kWarp) {
             int tile = share.first_tile + i / kTokens * share.tile_stride;
@@ -256,7 +256,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
                         const void* ids, const int* expert_map, const float* topk_weights, u8* q, float* scales,
                         int* tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts,
                         int tokens, int topk, int hidden, int intermediate, float routed_scale, Activation activation,
-                        const float* bias, int weight_columns) {
+                        const float* bias, int weight_columns, int stages_before_down) {
     SharedMemory shared{dynamic_shared_address()};
     const ProblemSize size{tokens, topk, hidden, intermediate};
     const Share share(size);
@@ -274,7 +274,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         list_experts(router, list);
     } else if (warp == kFinishWarp) {
         if (share.rank == 0) result.clear(share, min(router.pairs, num_experts) * size.groups());
-        let_next_kernel_start();
+        if (stages_before_down == 0) let_next_kernel_start();  // else load_weights does, after init_barriers
     }
     if (threadIdx.x == 0) {
         for (int finished = 0; finished < kFinished; ++finished) barrier_init(shared.received(finished), 1);
@@ -288,7 +288,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(TH
         cluster_wait();  // the other blocks have initialized their barriers
         compute_tiles(shared, size, share, list.count * size.groups(), warp / 4);
     } else if (warp == kLoadWarp) {
-        load_weights(shared, size, share, &w_map, w_scales, list);
+        load_weights(shared, size, share, &w_map, w_scales, list, stages_before_down);
         cluster_wait();
     } else {
         cluster_wait();

@@ -94,7 +94,7 @@ PARAMETERS = {
         "map w_map, pointer x, pointer w_scales, pointer ids, pointer expert_map, pointer topk_weights, pointer q, "
         "pointer scales, pointer tokens_written, int ids_64, int shared_expert, int routed_experts, int num_experts, "
         "int tokens, int topk, int hidden, int intermediate, float routed_scale, activation activation, pointer bias, "
-        "int weight_columns"
+        "int weight_columns, int stages_before_down"
     ),
     "gate_up_few_rows": _signature(
         "map w_map, map x_map, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "

@@ -86,6 +86,7 @@ CLUSTERS = 24  # multiprocessors, for kernels of clusters
 WRONG_RESULT = "elements are wrong"
 BEHIND = "deadlock|livelock|a phase behind"
 BEHIND_OR_WRONG = f"AssertionError|more arrivals|{BEHIND}"
+DELAY = "        for (int i = 0; i < 1000; ++i) load_acquire(tokens_written);\n"  # of a warp
 COUNTS, WIDTH = [144, 130, 64], 256
 MANY = [650, 300]
 
@@ -231,6 +232,21 @@ def small_batch_of_whole_sums(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "DOWN_BLOCKS", {8: 1, 16: 1})
         small_batch(emulator, seed)
+
+
+def at_once(run: Callable[[Device, int], None]) -> Callable[[Device, int], None]:
+    """The second GEMM does not wait for stages of the first."""
+
+    def checked(emulator: Device, seed: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer, "STAGES_BEFORE_DOWN", 0)
+            run(emulator, seed)
+
+    return checked
+
+
+small_batch_at_once = at_once(small_batch)
+small_batch_that_chooses_at_once = at_once(small_batch_that_chooses_experts)
 
 
 def one_token(emulator: Device, seed: int) -> None:
@@ -413,9 +429,11 @@ KERNELS = {  # to be compiled ahead
     layers_in_a_row: FEW,
     small_batch: SMALL_BATCH,
     small_batch_that_chooses_experts: (choose_experts_key(), *SMALL_BATCH),
+    small_batch_that_chooses_at_once: (choose_experts_key(), *SMALL_BATCH),
     small_batch_with_a_gate: (router_gemm_key(), choose_experts_key(), *SMALL_BATCH),
     small_batch_with_a_shared_gate: (choose_experts_key(), *SMALL_BATCH),
     small_batch_of_whole_sums: SMALL_BATCH,
+    small_batch_at_once: SMALL_BATCH,
     one_token: SMALL_BATCH,
     token_beside_nan: SMALL_BATCH,
     logits_of_contiguous_kv: (mqa_logits_key(64),),
@@ -741,7 +759,7 @@ FAULTS = {
         "gate_up_small_batch.cu",
         "    if (!math) wait_for_previous_kernel();",
         "    if (warp == kLoadWarp) wait_for_previous_kernel();",
-        small_batch_that_chooses_experts,
+        small_batch_that_chooses_at_once,
         f"{WRONG_RESULT}|bounds|livelock|deadlock",
         multiprocessors=CLUSTERS,
     ),
@@ -834,6 +852,22 @@ FAULTS = {
         "gate_up_small_batch.cu",
         "tokens_written[tile] = 0;",
         ";",
+        small_batch,
+        f"{WRONG_RESULT}|livelock",
+        multiprocessors=CLUSTERS,
+    ),
+    "the second GEMM of a small batch starts before counts are cleared": Fault(
+        "gate_up_small_batch.cu",
+        "    } else if (warp == kFinishWarp) {\n",
+        f"    }} else if (warp == kFinishWarp) {{\n        let_next_kernel_start();\n{DELAY}",
+        small_batch_at_once,
+        f"{WRONG_RESULT}|livelock",
+        multiprocessors=CLUSTERS,
+    ),
+    "the warp that loads weights starts the second GEMM before counts are cleared": Fault(
+        "gate_up_small_batch.cu",
+        "    } else if (warp == kFinishWarp) {\n",
+        f"        let_next_kernel_start();\n    }} else if (warp == kFinishWarp) {{\n{DELAY}",
         small_batch,
         f"{WRONG_RESULT}|livelock",
         multiprocessors=CLUSTERS,

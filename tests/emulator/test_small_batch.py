@@ -8,6 +8,7 @@ import torch
 
 from fp8moe_plugin.ops import fused_moe, workspace
 from fp8moe_plugin.ops.fp4_blocks import SPAN
+from fp8moe_plugin.plan.sm90 import layer as sm90_layer
 from fp8moe_plugin.plan.sm90.constants import SMALL_BATCH_PAIRS
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, small_batch_step
 from fp8moe_plugin.plan.spec import LayerSpec
@@ -123,6 +124,20 @@ def test_teams_share_channels_of_packed_experts(
 ) -> None:
     force_down_splits(monkeypatch, 8 if tokens <= 8 else 16, splits)
     assert run_packed_layer(emulator, 1, tokens, SPAN, 256, intermediate, biased) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stages", [0, 1, 5, 1000])  # the last: more than a block loads
+def test_gemm_2_starts_behind_any_number_of_stages(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, narrow: None, stages: int, packed: bool
+) -> None:
+    monkeypatch.setattr(sm90_layer, "STAGES_BEFORE_DOWN", stages)
+    monkeypatch.setattr(sm90_layer, "PACKED_STAGES_BEFORE_DOWN", stages)
+    monkeypatch.setattr(sm90_layer, "PACKED_TILES_AT_ONCE", 0)
+    if packed:
+        assert run_packed_layer(emulator, 1, 5, SPAN, 384, 512) <= MOST_ERROR
+    else:
+        assert max(run_layers(emulator, 1, 5, 384, 512, small_batch=8)) <= MOST_ERROR
 
 
 def test_as_many_experts_and_pairs_as_the_list_holds(emulator: Device, narrow: None) -> None:

@@ -194,6 +194,7 @@ def test_a_layer_on_sm90(spec: LayerSpec, tokens: int, sms: int, tuning: GpuTuni
     if "down_small_batch" in launches:
         assert not spec.batch_invariant
         assert max(launches["gate_up_small_batch"].grid // 2, launches["down_small_batch"].grid) <= sms
+        assert launches["gate_up_small_batch"].args.stages_before_down == plan.choices.stages_before_down
         experts = min(rows, shape.local_experts)
         inner = experts * plan.choices.padded_tokens * shape.intermediate
         have_room(

@@ -107,6 +107,19 @@ def test_tiles_of_batched_packed_experts_follow_the_expected_rows():
     assert {plan_batched(h.layer_spec(), 512, expected_m).tile for expected_m in (1, 57)} == {MANY_ROWS}
 
 
+@pytest.mark.parametrize(
+    ("channels", "tokens", "tiles_per_cluster"),
+    [(256, 1, 1), (256, 4, 3), (1280, 1, 4), (1408, 1, 4.4), (2048, 1, 6.4)],
+)
+def test_the_second_gemm_of_small_batches_starts_later(channels, tokens, tiles_per_cluster):
+    """That of packed weights only behind many tiles."""
+    for weights, stages in ((FP8_BLOCK, 4), (PACKED_MXFP4, 8 if tiles_per_cluster > 4 else 0)):
+        step = plan_layer(LayerSpec(MoeShape(6, 4096, channels, 256, 256), weights=weights), tokens)
+        assert isinstance(step, SmallBatchStep)
+        assert 6 * tokens * (channels // 128) / step.clusters == tiles_per_cluster
+        assert step.stages_before_down == stages
+
+
 def test_channels_of_models_are_shared_by():
     shares = {2048: (4, 5), 3072: (3, 4), 4096: (2, 3), 5120: (2, 2), 7168: (2, 2), 8192: (1, 2)}
     assert {hidden: (down_splits(hidden, 64), down_splits(hidden, 80)) for hidden in shares} == shares

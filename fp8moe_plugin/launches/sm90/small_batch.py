@@ -37,6 +37,7 @@ def small_batch_launches(step: SmallBatchStep, tensors: LayerAddresses, ids_64: 
             scales=at.inner_scales,
             activation=spec.activation.numbers,
             bias=w13.bias,
+            stages_before_down=step.stages_before_down,
             **common,
         ),
     )

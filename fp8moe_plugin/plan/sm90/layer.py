@@ -49,8 +49,11 @@ from fp8moe_plugin.plan.tuning import (
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
     PACKED_DOWN_BLOCKS,
+    PACKED_STAGES_BEFORE_DOWN,
+    PACKED_TILES_AT_ONCE,
     PACKED_WIDE_BATCH_BYTES,
     SPLIT_BYTES,
+    STAGES_BEFORE_DOWN,
     TILES_PER_CLUSTER,
 )
 
@@ -65,6 +68,7 @@ class SmallBatchStep:
     cluster: int  # blocks that share a tile of GEMM 1 by splitting K
     clusters: int  # in the grid of GEMM 1
     down_splits: int  # blocks that share 128 channels of GEMM 2 by splitting K
+    stages_before_down: int  # stages of weights that each block of GEMM 1 starts to load before GEMM 2 starts (PDL)
     gate_up: KernelKey
     down: KernelKey
     scratch: SmallBatchScratch
@@ -180,14 +184,20 @@ def small_batch_step(
     shape = spec.shape
     cluster = gate_up_cluster(padded_tokens, shape.hidden)
     tiles = min(tokens * shape.topk, shape.local_experts) * (shape.intermediate // GROUP)
-    down_blocks = PACKED_DOWN_BLOCKS if spec.weights in PACKED_FORMATS else DOWN_BLOCKS[padded_tokens]
+    clusters = gate_up_clusters(tiles, multiprocessors, cluster, tuning)
+    if spec.weights in PACKED_FORMATS:
+        down_blocks = PACKED_DOWN_BLOCKS
+        stages_before_down = PACKED_STAGES_BEFORE_DOWN if tiles > PACKED_TILES_AT_ONCE * clusters else 0
+    else:
+        down_blocks, stages_before_down = DOWN_BLOCKS[padded_tokens], STAGES_BEFORE_DOWN
     return SmallBatchStep(
         spec=spec,
         tokens=tokens,
         padded_tokens=padded_tokens,
         cluster=cluster,
-        clusters=gate_up_clusters(tiles, multiprocessors, cluster, tuning),
+        clusters=clusters,
         down_splits=down_splits(shape.hidden, down_blocks, multiprocessors),
+        stages_before_down=stages_before_down,
         gate_up=gate_up_small_batch_key(spec, padded_tokens, cluster),
         down=down_small_batch_key(spec, padded_tokens, cluster),
         scratch=small_batch_scratch(shape, tokens, padded_tokens),
