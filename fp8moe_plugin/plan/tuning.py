@@ -109,25 +109,26 @@ DOWN_BLOCKS = {8: 64, 16: 80}
 PACKED_DOWN_BLOCKS = 80
 
 # How many stages of weights each block of gate_up_small_batch starts to load before down_small_batch starts (PDL),
-# which then takes bandwidth for its own; 0: it starts at once.
+# which then takes bandwidth for its own; 0: it starts at once. A stage has as many bytes as the format and the kernel's
+# number of tokens say.
 # Measured: of the time with 0 stages, one token of four models takes 0.92 to 1.00, 2 to 16 tokens 0.97 to 1.00, but two
 # of GLM-4.6 under TP4 1.02. 8 stages gain less on average, 16 and 32 lose up to 1.05 and 1.12 ([123]).
 # Measure again: when the stages of either small-batch kernel change (`SMALL_BATCH_STAGES`); weights with a scale for
 # each row, and biases, which were not measured.
 STAGES_BEFORE_DOWN = 4
 
-# The same of packed MXFP4, in batches of more than `PACKED_TILES_AT_ONCE` tiles per cluster.
+# As STAGES_BEFORE_DOWN, for packed MXFP4, in batches of more than `PACKED_UNDELAYED_TILES` tiles per cluster.
 # Measured: 13 layers with 4.6 to 51 tiles per cluster take 0.91 to 1.00 of the time, 0.976 on average. 4 stages 0.95 to
 # 1.00, 16 0.97 to 1.03, 32 1.02 to 1.33 ([123]).
 # Measure again: with `STAGES_BEFORE_DOWN`.
 PACKED_STAGES_BEFORE_DOWN = 8
 
-# The most tiles per cluster of gate_up_small_batch for which down_small_batch of packed MXFP4 starts at once: it has
-# little time to load its weights beside the first GEMM then.
-# Measured: with 8 stages, six layers with 1 to 3 tiles per cluster take 1.01 to 1.10 of the time, those with 4.6 and 6
-# tiles 1.00 and 0.91 to 0.98 ([123]).
+# The most tiles per cluster of gate_up_small_batch, as expected of the rank's experts, for which down_small_batch of
+# packed MXFP4 starts at once: it has little time to load its weights beside the first GEMM then.
+# Measured: with 8 stages, six layers with 1 to 3 tiles per cluster take 1.01 to 1.10 of the time, layers with 4.6
+# and 6 tiles 1.00 and 0.91 to 0.98 ([123]). None of them had experts on other ranks.
 # Measure again: with `PACKED_STAGES_BEFORE_DOWN`.
-PACKED_TILES_AT_ONCE = 4
+PACKED_UNDELAYED_TILES = 4
 
 # The largest dense layer, in tokens, for which a warp of quantize takes two tokens instead of eight.
 # Measured: 5120x2048 and 7168x2048 with 32 to 256 tokens take 0.2 to 0.7 us less, most shapes with 8,192 1.5 to 3%

@@ -128,12 +128,12 @@ def test_teams_share_channels_of_packed_experts(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("stages", [0, 1, 5, 1000])  # the last: more than a block loads
-def test_gemm_2_starts_behind_any_number_of_stages(
+def test_results_do_not_depend_on_when_gemm_2_starts(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, narrow: None, stages: int, packed: bool
 ) -> None:
     monkeypatch.setattr(sm90_layer, "STAGES_BEFORE_DOWN", stages)
     monkeypatch.setattr(sm90_layer, "PACKED_STAGES_BEFORE_DOWN", stages)
-    monkeypatch.setattr(sm90_layer, "PACKED_TILES_AT_ONCE", 0)
+    monkeypatch.setattr(sm90_layer, "PACKED_UNDELAYED_TILES", 0)
     if packed:
         assert run_packed_layer(emulator, 1, 5, SPAN, 384, 512) <= MOST_ERROR
     else:

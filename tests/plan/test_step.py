@@ -1,7 +1,11 @@
 """What a step's plan chooses, and for which models."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+import fp8moe_plugin
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
@@ -112,12 +116,27 @@ def test_tiles_of_batched_packed_experts_follow_the_expected_rows():
     [(256, 1, 1), (256, 4, 3), (1280, 1, 4), (1408, 1, 4.4), (2048, 1, 6.4)],
 )
 def test_the_second_gemm_of_small_batches_starts_later(channels, tokens, tiles_per_cluster):
-    """That of packed weights only behind many tiles."""
+    """With packed weights, it starts later only if there are many tiles."""
     for weights, stages in ((FP8_BLOCK, 4), (PACKED_MXFP4, 8 if tiles_per_cluster > 4 else 0)):
         step = plan_layer(LayerSpec(MoeShape(6, 4096, channels, 256, 256), weights=weights), tokens)
         assert isinstance(step, SmallBatchStep)
         assert 6 * tokens * (channels // 128) / step.clusters == tiles_per_cluster
         assert step.stages_before_down == stages
+
+
+@pytest.mark.parametrize("kernel", ["gate_up_few_rows.cu", "grouped_gemm_few_rows.cu"])
+def test_kernels_multiply_as_many_rows_as_plans_count(kernel):
+    source = (Path(fp8moe_plugin.__file__).parent / "csrc" / kernel).read_text()
+    widths = {int(width) for width in re.findall(r"compute_tile<(\d+)>", source)}
+    assert tuple(sorted(widths)) == PACKED_FEW_ROWS.padded
+    assert set(FEW_ROWS.padded) < widths
+
+
+@pytest.mark.parametrize(("tokens", "stages"), [(1, 0), (2, 0), (4, 8)])
+def test_tiles_of_packed_experts_on_other_ranks_do_not_count(tokens, stages):
+    step = plan_layer(LayerSpec(MoeShape(6, 7168, 3072, 48, 384), weights=PACKED_MXFP4), tokens)
+    assert isinstance(step, SmallBatchStep)
+    assert step.stages_before_down == stages
 
 
 def test_channels_of_models_are_shared_by():

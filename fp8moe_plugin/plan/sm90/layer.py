@@ -50,7 +50,7 @@ from fp8moe_plugin.plan.tuning import (
     MULTIPROCESSORS,
     PACKED_DOWN_BLOCKS,
     PACKED_STAGES_BEFORE_DOWN,
-    PACKED_TILES_AT_ONCE,
+    PACKED_UNDELAYED_TILES,
     PACKED_WIDE_BATCH_BYTES,
     SPLIT_BYTES,
     STAGES_BEFORE_DOWN,
@@ -183,11 +183,12 @@ def small_batch_step(
     """Returns the plan of a step of at most `padded_tokens` tokens for the small-batch kernels."""
     shape = spec.shape
     cluster = gate_up_cluster(padded_tokens, shape.hidden)
-    tiles = min(tokens * shape.topk, shape.local_experts) * (shape.intermediate // GROUP)
-    clusters = gate_up_clusters(tiles, multiprocessors, cluster, tuning)
+    pairs, groups = tokens * shape.topk, shape.intermediate // GROUP
+    clusters = gate_up_clusters(min(pairs, shape.local_experts) * groups, multiprocessors, cluster, tuning)
+    expected_tiles = min(pairs / shape.global_experts, 1) * shape.local_experts * groups
     if spec.weights in PACKED_FORMATS:
         down_blocks = PACKED_DOWN_BLOCKS
-        stages_before_down = PACKED_STAGES_BEFORE_DOWN if tiles > PACKED_TILES_AT_ONCE * clusters else 0
+        stages_before_down = PACKED_STAGES_BEFORE_DOWN if expected_tiles > PACKED_UNDELAYED_TILES * clusters else 0
     else:
         down_blocks, stages_before_down = DOWN_BLOCKS[padded_tokens], STAGES_BEFORE_DOWN
     return SmallBatchStep(
