@@ -9,8 +9,8 @@
 //
 // Nothing is added to the sums of a token that does not have the expert: even 0 times a product may be NaN.
 //
-// With PDL it runs next to gate_up_small_batch: it loads weights right away, and multiplies a unit once its tokens have
-// been written, which `tokens_written` counts.
+// With PDL it runs next to gate_up_small_batch, once that lets it start: it loads weights right away, and multiplies a
+// unit once its tokens have been written, which `tokens_written` counts.
 //
 // In:   w_map     of w2: boxes of 128 rows
 //       q_map     of q, e4m3 [experts listed * TOKENS, I]: boxes of TOKENS rows

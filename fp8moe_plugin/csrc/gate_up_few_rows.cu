@@ -92,7 +92,8 @@ struct WeightLoads {
     }
 };
 
-// A tile's tokens, each a box of its own: a lane loads those that are a warp apart, and copies their scales.
+// A tile's tokens, each a box of its own, as the swizzle follows from addresses: a lane loads those that are a warp
+// apart, and copies their scales.
 struct TokenLoads : StepsOfTile {
     static constexpr int kCount = kBlockTokens / kWarp;
     const TensorMap* x;
@@ -138,7 +139,7 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
                 if (step == 0) publish_tile(shared.tile(s), tile);
                 barrier_arrive_expect(full, bytes);
             }
-            __syncwarp();  // no bytes arrive before they are announced
+            __syncwarp();  // the bytes that a barrier awaits are never negative
             weights.start({shared, s}, full, step);
             tokens.start(shared, s, full, step);
             copy_async_arrive(full);
@@ -192,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         wait_for_previous_kernel();
-        let_next_kernel_start();  // not earlier: the next kernels read what route wrote without waiting
-        fence_proxy_async_global();
+        let_next_kernel_start();     // not earlier: the next kernels read what route wrote without waiting
+        fence_proxy_async_global();  // TMA reads what ordinary stores of other kernels wrote
         Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
         load_tiles(shared, in, queue);
     } else {

@@ -12,13 +12,13 @@
 //       x           bfloat16 [tokens, K];    w_scales  float32 [experts, 2 * I / 128, K / 128]
 //       ids, expert_map  see expert_ids.cuh;    topk_weights  float32 [tokens, weight_columns]
 // Out:  q           e4m3 [experts listed, TOKENS, I]; not written for a token that does not have the expert
-//       scales      float32 [experts listed, I / 128, TOKENS], times the router's weight and routed_scale, or times 1
-//                   in a column without weights, the shared expert's; kAbsent for a token that does not have the expert
+//       scales      float32 [experts listed, I / 128, TOKENS], times the router's weight and routed_scale, but not in
+//                   the shared expert's column, which has none; kAbsent for a token that does not have the expert
 //       tokens_written  int32 [experts listed, I / 128], number of tokens with results in memory, per tile
 // UE8M0: 1 rounds scales up to powers of two, before they are multiplied by the router's weight.
 // Grid: any number of clusters; an SM has room for two thread blocks. With PDL it starts while choose_experts, which
-// writes ids and topk_weights, runs. down_small_batch runs next to it (PDL), once the ids are there and each block has
-// begun to load `stages_before_down` stages of weights, or all it needs: its loads take bandwidth from these.
+// writes ids and topk_weights, runs. down_small_batch (PDL) starts when each block has begun to load
+// `stages_before_down` stages, or all it needs: its own loads take bandwidth from these.
 #include "epilogue/swiglu_token.cuh"
 #include "mma/gate_up_rows.cuh"
 #include "pipeline/producer.cuh"
@@ -58,7 +58,7 @@ DEVICE u32 sums_at(SharedMemory shared, int finished, int from, int half) {
     return shared.at<Sums>((finished * kCluster + from) * 2 + half);
 }
 
-struct ProblemSize {  // of the layer and the batch
+struct ProblemSize {
     int tokens, topk, hidden, intermediate;
     DEVICE int k_blocks() const { return hidden / kBlockK; }
     DEVICE int groups() const { return intermediate / kBlockI; }
@@ -67,8 +67,8 @@ struct ProblemSize {  // of the layer and the batch
 // The block's part of K, and the cluster's tiles; tile t is group t % groups of the list's expert t / groups.
 struct Share {
     int rank, first_step, steps, first_tile, tile_stride;
-    DEVICE explicit Share(const ProblemSize& size) {
-        rank = blockIdx.x % kCluster, first_step = rank * size.k_blocks() / kCluster;
+    DEVICE explicit Share(const ProblemSize& size) : rank(blockIdx.x % kCluster) {
+        first_step = rank * size.k_blocks() / kCluster;
         steps = (rank + 1) * size.k_blocks() / kCluster - first_step;
         first_tile = blockIdx.x / kCluster, tile_stride = gridDim.x / kCluster;
     }
@@ -82,7 +82,8 @@ DEVICE void load_weights(SharedMemory shared, const ProblemSize& size, const Sha
     Ring<kStages> ring;
     for (int tile = share.first_tile; tile < list.count * groups; tile += share.tile_stride) {
         int row = list.experts[tile / groups] * 2 * groups + tile % groups + half * groups;  // in units of 128 rows
-        const auto* scale = scales_of_rows(w_scales, row, scale_pitch(*w_map, size.k_blocks())) + share.first_step;
+        const WeightScale* scale =
+            scales_of_rows(w_scales, row, scale_pitch(*w_map, size.k_blocks())) + share.first_step;
         const GateAndUp both(w_map, row);
         fill_stages<wait_by_warp>(shared, ring, 0, kStagesOfStep * share.steps, [&](int i, int s, u32 full) {
             int k = i / kStagesOfStep, slab = i % kStagesOfStep;
@@ -183,9 +184,8 @@ struct Result {
     Activation activation;
     const float* bias;
 
-    // Marks the cluster's tiles as not written, and their experts as absent from all tokens; by a warp of the first
-    // block, before its warps and the cluster's blocks meet, and before it lets the next kernel start. `most_tiles`: an
-    // upper bound of the batch's tiles. The fence makes the values visible to the next kernel.
+    // Marks the cluster's tiles, `most_tiles` or fewer in the batch, as not written, and their experts as absent; by a
+    // warp of the first block, before its warps and the cluster's blocks meet, and before the next kernel starts.
     DEVICE void clear(const Share& share, int most_tiles) const {
         for (int i = lane_of_warp();; i += kWarp) {
             int tile = share.first_tile + i / kTokens * share.tile_stride;
@@ -193,7 +193,7 @@ struct Result {
             scales[i64(tile) * kTokens + i % kTokens] = kAbsent;
             if (i % kTokens == 0) tokens_written[tile] = 0;
         }
-        __threadfence();
+        __threadfence();  // visible to the next kernel
         __syncwarp();
     }
 };

@@ -214,7 +214,7 @@ print(driver.counts.origins, time.perf_counter() - begin)
 """
 
 
-def test_all_kernels_of_a_model_are_verified_and_loaded_in_less_than_300_ms(tmp_path: Path) -> None:
+def test_kernels_of_a_model_load_in_less_than_300_ms(tmp_path: Path) -> None:
     environment = os.environ | {"FP8MOE_CACHE_DIR": str(tmp_path / "cache"), "FP8MOE_JIT": "allow"}
     subprocess.run([sys.executable, "-m", "warmup", "compile"], env=environment, check=True)
     environment["FP8MOE_JIT"] = "forbid"

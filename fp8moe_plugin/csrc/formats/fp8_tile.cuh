@@ -17,7 +17,6 @@ constexpr bool kStoredPaired = false;  // TMA interleaves the rows of the gate a
 using WeightMap = TensorMap;
 
 // A tile has a step for each K block, and scales have the pitch of one row of blocks.
-constexpr bool kFurtherSteps = false;
 DEVICE int weight_steps(const WeightMap&, int k_blocks) { return k_blocks; }
 DEVICE int scale_pitch(const WeightMap&, int k_blocks) { return k_blocks; }
 struct StepsOfTile {

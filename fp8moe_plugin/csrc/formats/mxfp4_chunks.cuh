@@ -57,7 +57,6 @@ struct GateAndUp {
     }
 };
 
-constexpr bool kFurtherSteps = true;
 // The K blocks of a tile's steps. `scales`: those of its first rows.
 struct StepsOfTile {
     const WeightScale* further;  // their K blocks

@@ -62,12 +62,12 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
                             shared.tokens(s, kBlockM));
             wgmma_commit();
             float weight_scale = weights.scale_of_half(first_half + half);
-            const bool last = half == kCount - 1, early = last && kRegistersForScales;
+            const bool last = half == kCount - 1, before_wait = last && kRegistersForScales;
             TailScales tail_scales;
-            if (kHasTail && early) tail_scales.read(shared, s, tail_row);
+            if (kHasTail && before_wait) tail_scales.read(shared, s, tail_row);
             wgmma_finish(product);
-            if (kHasTail && !early) tail_scales.read(shared, s, tail_row);
-            if (kHasTail && last && !early) fence_proxy_async();
+            if (kHasTail && !before_wait) tail_scales.read(shared, s, tail_row);
+            if (kHasTail && last && !before_wait) fence_proxy_async();
             if (kHasTail) tail_scales.add(weight_scale, tail_product, tail[half]);
             float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
             if (last) {
