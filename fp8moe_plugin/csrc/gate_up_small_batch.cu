@@ -184,7 +184,7 @@ struct Result {
     Activation activation;
     const float* bias;
 
-    // Marks the cluster's tiles, `most_tiles` or fewer in the batch, as not written, and their experts as absent; by a
+    // Marks the cluster's tiles as not written, and their experts as absent. The batch has at most `most_tiles`. By a
     // warp of the first block, before its warps and the cluster's blocks meet, and before the next kernel starts.
     DEVICE void clear(const Share& share, int most_tiles) const {
         for (int i = lane_of_warp();; i += kWarp) {

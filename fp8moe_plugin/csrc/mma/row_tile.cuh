@@ -66,9 +66,11 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
             TailScales tail_scales;
             if (kHasTail && before_wait) tail_scales.read(shared, s, tail_row);
             wgmma_finish(product);
-            if (kHasTail && !before_wait) tail_scales.read(shared, s, tail_row);
-            if (kHasTail && last && !before_wait) fence_proxy_async();
-            if (kHasTail) tail_scales.add(weight_scale, tail_product, tail[half]);
+            if constexpr (kHasTail) {
+                if (!before_wait) tail_scales.read(shared, s, tail_row);
+                if (last && !before_wait) fence_proxy_async();
+                tail_scales.add(weight_scale, tail_product, tail[half]);
+            }
             float scale[2] = {token_scale[0] * weight_scale, token_scale[1] * weight_scale};
             if (last) {
                 release(shared, s);
