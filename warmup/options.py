@@ -67,7 +67,7 @@ class Options:
 def parse(arguments: list[str] | None) -> Options:
     """Returns the options of a command line; exits with status 2 if it is invalid."""
     main, commands = parsers()
-    # Options that a command does not have are None.
+    # An option that the command does not have is None.
     unset = dict.fromkeys((*OF_VLLM, *OF_SGLANG, *SIZES, "bundle", "dry_run", "plot", "out", "gpu", "gpus", "kernels"))
     main.set_defaults(
         **unset,

@@ -127,7 +127,7 @@ def test_teams_share_channels_of_packed_experts(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("stages", [0, 1, 5, 1000])  # the last: more than a block loads
+@pytest.mark.parametrize("stages", [0, 1, 5, 1000])  # no block loads as many as 1000
 def test_results_do_not_depend_on_when_gemm_2_starts(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, narrow: None, stages: int, packed: bool
 ) -> None:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import fp8moe_plugin
 from fp8moe_plugin.jit.cache import CHECKSUM_BYTES
 from fp8moe_plugin.jit.compiler import entry_name, nvrtc_version
 from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.plan.keys import KernelKey
+from tests.emulator.build import CSRC
 from tests.shared import every_kernel
 from warmup.report import KernelReport, Report, State
 
@@ -45,5 +45,5 @@ def test_the_kernels_fit_a_block_of_a_hopper_gpu() -> None:
 
 
 def test_source_lines_have_the_common_length_limit() -> None:
-    for path in (Path(fp8moe_plugin.__file__).parent / "csrc").rglob("*.cu*"):
+    for path in CSRC.rglob("*.cu*"):
         assert [line for line in path.read_text().splitlines() if len(line) > 120] == [], path.name

@@ -1,11 +1,9 @@
 """What a step's plan chooses, and for which models."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-import fp8moe_plugin
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
@@ -23,6 +21,7 @@ from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_split
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
+from tests.emulator.build import CSRC
 
 DEEPSEEK_V3, DEEPSEEK_V3_TP8 = MoeShape(8, 7168, 2048, 256, 256), MoeShape(8, 7168, 256, 256, 256)
 DEEPSEEK_V3_EP8, QWEN3_30B = MoeShape(8, 7168, 2048, 32, 256), MoeShape(8, 2048, 768, 128, 128)
@@ -126,8 +125,7 @@ def test_the_second_gemm_of_small_batches_starts_later(channels, tokens, tiles_p
 
 @pytest.mark.parametrize("kernel", ["gate_up_few_rows.cu", "grouped_gemm_few_rows.cu"])
 def test_kernels_multiply_as_many_rows_as_plans_count(kernel):
-    source = (Path(fp8moe_plugin.__file__).parent / "csrc" / kernel).read_text()
-    widths = {int(width) for width in re.findall(r"compute_tile<(\d+)>", source)}
+    widths = {int(width) for width in re.findall(r"compute_tile<(\d+)>", (CSRC / kernel).read_text())}
     assert tuple(sorted(widths)) == PACKED_FEW_ROWS.padded
     assert set(FEW_ROWS.padded) < widths
 
