@@ -15,11 +15,9 @@
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
 //                   counted, and K is not split
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
-#include "epilogue/swiglu_transposed.cuh"
+#include "epilogue/activated_rows.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/swap_ab.cuh"
-#include "pipeline/done_counters.cuh"
-#include "pipeline/producer.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
@@ -31,7 +29,7 @@ constexpr int kSlabs = 4 / kMathWarpgroups;  // of 64 rows of weights, per warpg
 constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 64, kMathRegisters = kSlabs == 2 ? 216 : 104;
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
               "the launch's registers per thread");
-constexpr int kProducerWarps = kProducers / kWarp;
+constexpr int kProducerWarps = kProducers / kWarp - 1, kFinishWarp = kMathWarps + kProducerWarps;
 constexpr int kFullArrivals = 1 + kWarp;  // the announced bytes of TMA, and each lane of the warp that fills the stage
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
@@ -39,9 +37,10 @@ template <int kCount>
 struct IsLast : Once<kCount, 4> {};  // see comes_last
 template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
-using SharedMemory = Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Staging<kBlockTokens>,
-                            TokenScales<kBlockTokens>, WeightScales<2>, Amax<kMathWarps * kBlockTokens / 2>,
-                            TileOfStage<1>, Full<1>, Empty<1>, IsLast<1>, SharedTile<1>, WeightTables<1>>;
+using SharedMemory =
+    Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Activated<kBlockTokens>, TokenScales<kBlockTokens>,
+           WeightScales<2>, TileOfStage<1>, Full<1>, Empty<1>, ActivatedTile<1>, AllActivated<1>, AllFinished<1>,
+           IsLast<1>, SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 struct Operands {
@@ -73,7 +72,7 @@ struct Result {
 
 using Queue = TileQueue<kBlockTokens>;
 
-// ---- producer: four warps, which take turns with the stages ---------------------------------------------------------
+// ---- producer: three warps, which take turns with the stages --------------------------------------------------------
 
 // A tile's weights: one lane loads them, two copy their scales, of the gate and of the up projection.
 struct WeightLoads {
@@ -126,11 +125,11 @@ struct TokenLoads : StepsOfTile {
     }
 };
 
-DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
-    const int warp = warp_uniform(threadIdx.x / kWarp) - kMathWarps;
+DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, int warp) {
     Turns<kProducerWarps, kStages> turns(warp);
     Tile tile = queue.tile();
-    for (; tile.rows > 0; tile = share_tile(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0)) {
+    for (; tile.rows > 0;
+         tile = share_tile<kProducerWarps>(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0)) {
         const WeightLoads weights(in, tile);
         const TokenLoads tokens(in, tile);
         const u32 bytes = WeightTile<SharedMemory>::kBytes + tile.rows * kBlockK;
@@ -155,12 +154,11 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue) {
 // ---- math ----------------------------------------------------------------------------------------------------------
 
 template <int kTokens>
-DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const Result& out,
-                         const Tile& tile, int warpgroup) {
+DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, ActivatedRows& rows, const Operands& in,
+                         const Result& out, const Tile& tile, int warpgroup) {
     Fragment<kTokens> sum[kSlabs];
     auto row = [&](int i) {
-        int channel =
-            in.splits.group_of(tile) * kBlockI + channel_of_slab<kSlabs>(i / 2, threadIdx.x / kWarp, lane_of_warp());
+        int channel = in.splits.group_of(tile) * kBlockI + channel_of_slab<kSlabs>(i / 2);
         return (tile.expert * 2 + i % 2) * in.intermediate + channel;
     };
     const RowScales<2 * kSlabs> scales(in.weight_scales, row);
@@ -169,10 +167,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
     if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
         biases.add_to(sum);
-        store_quantized_transposed<kTokens, kMathWarps>(shared, out, tile, kMathBarrier, sum);
-        if (!out.done.counters) return;
-        named_barrier(kMathBarrier, kMathThreads);
-        if (threadIdx.x == 0) count_released(out.done.of_tile(tile));
+        rows.stage<kTokens>(shared, out.activation, tile, sum);
     }
 }
 
@@ -185,23 +180,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                      int k, int splits, int counters_per_tile, Activation activation, const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
     init_weights(shared.at<WeightTables>(0));
+    init_activated(shared, kMathWarps);
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
-    int warpgroup = warp_uniform(threadIdx.x / 128);
+    const int warp = warp_uniform(threadIdx.x / kWarp), warpgroup = warp / 4;
     const int k_blocks = k / kBlockK, steps = weight_steps(w_map, k_blocks) / splits;
     Operands in{&w_map, &x_map, x_scales, w_scales, a_rows, intermediate, k_blocks, steps, {splits}};
+    const DoneCounters done{done_counters, counters_per_tile};
+    const Result out{q, scales, partial, done, m, intermediate, {splits}, activation, bias};
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
+        if (warp == kFinishWarp) return finish_tiles(shared, out);
         wait_for_previous_kernel();
         let_next_kernel_start();     // not earlier: the next kernels read what route wrote without waiting
         fence_proxy_async_global();  // TMA reads what ordinary stores of other kernels wrote
         Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
-        load_tiles(shared, in, queue);
+        load_tiles(shared, in, queue, warp - kMathWarps);
     } else {
         increase_registers<kMathRegisters>();
-        const DoneCounters done{done_counters, counters_per_tile};
-        Result out{q, scales, partial, done, m, intermediate, {splits}, activation, bias};
         Ring<kStages> ring;
+        ActivatedRows rows;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
@@ -209,18 +207,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const int padded = padded_tokens(tile.rows);
             if constexpr (kMoreWidths) {
                 switch (padded) {
-                    case 24: compute_tile<24>(shared, ring, in, out, tile, warpgroup); continue;
-                    case 40: compute_tile<40>(shared, ring, in, out, tile, warpgroup); continue;
-                    case 48: compute_tile<48>(shared, ring, in, out, tile, warpgroup); continue;
+                    case 24: compute_tile<24>(shared, ring, rows, in, out, tile, warpgroup); continue;
+                    case 40: compute_tile<40>(shared, ring, rows, in, out, tile, warpgroup); continue;
+                    case 48: compute_tile<48>(shared, ring, rows, in, out, tile, warpgroup); continue;
                 }
             }
             switch (padded) {
-                case 8: compute_tile<8>(shared, ring, in, out, tile, warpgroup); break;
-                case 16: compute_tile<16>(shared, ring, in, out, tile, warpgroup); break;
-                case 32: compute_tile<32>(shared, ring, in, out, tile, warpgroup); break;
-                default: compute_tile<64>(shared, ring, in, out, tile, warpgroup);
+                case 8: compute_tile<8>(shared, ring, rows, in, out, tile, warpgroup); break;
+                case 16: compute_tile<16>(shared, ring, rows, in, out, tile, warpgroup); break;
+                case 32: compute_tile<32>(shared, ring, rows, in, out, tile, warpgroup); break;
+                default: compute_tile<64>(shared, ring, rows, in, out, tile, warpgroup);
             }
         }
-        if (threadIdx.x == 0) out.done.count_block();
+        rows.end(shared);
     }
 }

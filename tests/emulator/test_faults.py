@@ -641,6 +641,27 @@ FAULTS = {
     "the first GEMM of few rows does not await the bytes of its tokens": Fault(
         "gate_up_few_rows.cu", "kBytes + tile.rows * kBlockK", "kBytes", layer_of_few_tokens, "deadlock"
     ),
+    "a tile of few rows is staged over the one before": Fault(
+        "epilogue/activated_rows.cuh",
+        "        wait_by_warp(shared.template at<AllFinished>(0), phase);\n#pragma",
+        "#pragma",
+        layer_of_few_tokens,
+        f"{WRONG_RESULT}|deadlock|livelock",
+    ),
+    "a tile of few rows is finished before all channels are there": Fault(
+        "epilogue/activated_rows.cuh",
+        "at<AllActivated>(0), math_warps);",
+        "at<AllActivated>(0), math_warps / 2);",
+        layer_of_few_tokens,
+        f"{WRONG_RESULT}|deadlock|livelock",
+    ),
+    "a tile of few rows is counted before it is stored": Fault(
+        "epilogue/activated_rows.cuh",
+        "        finish_rows(shared, out, tile);\n",
+        "        if (lane == 0) count_released(out.done.of_tile(tile));\n        finish_rows(shared, out, tile);\n",
+        layer_of_few_tokens,
+        WRONG_RESULT,
+    ),
     "the second GEMM of few rows ends before the first one": Fault(
         "grouped_gemm_few_rows.cu",
         "        if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both\n",

@@ -1,5 +1,6 @@
-// SwiGLU with quantization of a transposed (swap-AB) result: rows of a fragment are channels, its columns are tokens. A
-// thread's values are pairs of neighbouring tokens; all math warps of the block share the groups of these tokens.
+// SwiGLU with quantization of a transposed (swap-AB) result, the tail of gate_up.cu: rows of a fragment are channels,
+// its columns are tokens. A thread's values are pairs of neighbouring tokens; all math warps share the groups of these
+// tokens.
 #pragma once
 #include "device/fp8.cuh"
 #include "device/fragment.cuh"
@@ -32,53 +33,4 @@ DEVICE u32 block_amax(AmaxAt amax_at) {
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) amax = max_u16x2(amax, load_shared(amax_at(warp)));
     return amax;
-}
-
-// The thread's channel of a slab, in a tile's group of channels: its two rows are the gate and the up projection of it.
-template <int kSlabs>
-DEVICE u32 channel_of_slab(int slab, int warp, int lane) {
-    return (warp / 4 * kSlabs + slab) * 32 + warp % 4 * 8 + lane / 4;
-}
-
-// Activates, quantizes and stores a tile's group of channels: each warp has some of the channels, so the largest
-// magnitudes are exchanged in shared memory, and codes are staged there. `out` is the kernel's Result.
-template <int kTokens, int kMathWarps, int kSlabs, class SharedMemory, class Result>
-DEVICE void store_quantized_transposed(SharedMemory shared, const Result& out, const Tile& tile, int barrier,
-                                       const Fragment<kTokens> (&sum)[kSlabs]) {
-    constexpr int kMathThreads = kMathWarps * kWarp, kBlockI = 128;
-    int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, group = out.splits.group_of(tile);
-    auto amax_at = [&](int from, int pair) { return shared.amax(from * (kFewRowsTile / 2) + pair); };
-    u32 value[kTokens / 8][kSlabs];
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) value[i][slab] = out.activation.of_pair(sum[slab], i);
-        u32 amax = warp_amax(value[i]);
-        if (lane < 4) store_shared(amax_at(warp, i * 4 + lane), amax);
-    }
-    named_barrier(barrier, kMathThreads);
-    const u32 first = shared.staging(fragment_column(threadIdx.x));
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-        u32 amax = block_amax<kMathWarps>([=](int from) { return amax_at(from, i * 4 + lane % 4); });
-        float scale[2] = {group_scale(amax << 16), group_scale(amax & 0xFFFF0000)};
-        float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
-        int token = i * 8 + fragment_column(threadIdx.x);
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            u32 to = first + i * 8 * kBlockI + channel_of_slab<kSlabs>(slab, warp, lane);
-            stage_pair(value[i][slab], scale, inverse, to, to + kBlockI);
-        }
-        if (warp == 0 && lane < 4) {
-            float* scales = out.scales + i64(group) * scale_pitch(out.m) + tile.row + token;
-            if (token < tile.rows) scales[0] = scale[0];
-            if (token + 1 < tile.rows) scales[1] = scale[1];
-        }
-    }
-    named_barrier(barrier, kMathThreads);
-    for (int i = threadIdx.x; i < tile.rows * (kBlockI / 16); i += kMathThreads) {
-        int token = i / (kBlockI / 16), chunk = i % (kBlockI / 16);
-        *reinterpret_cast<uint4*>(out.q + i64(tile.row + token) * out.intermediate + group * kBlockI + chunk * 16) =
-            load_shared_16(shared.staging(token) + chunk * 16);
-    }
 }

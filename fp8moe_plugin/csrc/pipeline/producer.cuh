@@ -84,10 +84,10 @@ struct Turns {
     }
 };
 
-// The first of four producer warps owns the queue; it passes its tile to the others through 16 bytes of shared memory.
-template <class Queue>
+// The first of the producer warps owns the queue; it passes its tile to the others through 16 bytes of shared memory.
+template <int kWarps = 4, class Queue>
 DEVICE Tile share_tile(u32 address, int barrier, const Queue& queue, bool first_warp) {
-    constexpr int kProducers = 128;
+    constexpr int kProducers = kWarps * kWarp;
     named_barrier(barrier, kProducers);  // all have read the previous tile
     if (first_warp) {
         const Tile tile = queue.tile();
