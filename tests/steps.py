@@ -315,8 +315,7 @@ def gate_up(
 
     Args:
         a: `[G, max_m, H]`; with `tokens` `[T, H]` with row-major scales.
-        tokens: int32 `[G, max_m]`, or `[max_m]` for one group: the row of `a` that each row is. The kernel for few rows
-            needs it.
+        tokens: int32 `[G, max_m]`, or `[max_m]` for one group: the row of `a` that each row is.
         split: of the kernel for few rows, which counts in `tiles.done_counters` only with it.
         out: e4m3 `[G * max_m, I]` and K-major scales to write to, or None.
         bias: float32 `[G, 2I]` or None.
@@ -328,8 +327,10 @@ def gate_up(
     q, scales = out or empty_quantized(groups * max_m, intermediate, w13[0].device)
     inner = Rows.k_major(q.data_ptr(), scales.data_ptr(), groups * max_m, intermediate)
     weights, a_rows, at = weights_of(w13, bias), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
-    kept = (a[1], 0, 0) if a_rows else k_major(*a)
-    x, blocks = rows_of(a[0], kept), device.multiprocessors
+    kept, blocks = (a[1], 0, 0) if a_rows else k_major(*a), device.multiprocessors
+    x = rows_of(a[0], kept)
+    if a_rows:
+        x = Rows.row_major(x.values, x.scales, x.rows, x.k)
     shape, numbers = MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), activation.numbers
     spec = LayerSpec(shape, format_of(w13), ue8m0, activation, bias is not None)
     if not tiles.tile.streams_weights:

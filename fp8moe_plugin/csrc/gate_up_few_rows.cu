@@ -1,5 +1,5 @@
 // The first GEMM of the experts with its activation, for few rows per expert: q = quantized SiLU(gate) * up, with
-// gate, up = x[a_rows[i]] @ w13[expert]^T. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
+// gate, up = x[a_rows[i]] @ w13[expert]^T, or x[i]. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
 // Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded (`padded_tokens`).
 // TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread then
@@ -7,9 +7,12 @@
 //
 // Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
-// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16;    x_map  of x, e4m3 [T, K]: boxes of one row
-//       x_scales    float32 [T, K / 128];    w_scales  float32 [experts, 2 * I / 128, K / 128]
-//       a_rows      int32 [m], the token of each row
+// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16
+//       x_map       of x, e4m3 [T, K]: boxes of one row; without a_rows [m, K] in boxes of SWIZZLE_ROWS
+//       x_scales    float32, (row, k block) at the sum of their products with the strides, plus
+//                   expert * x_scale_expert_stride
+//       w_scales    float32 [experts, 2 * I / 128, K / 128]
+//       a_rows      int32 [m], the token of each row; or null
 //       partial     float32 [2 * I * m * splits]; unused with one split
 //       bias        BIAS: float32 [experts, 2 * I], added to the sums of all splits
 //       done_counters  int32 [1 + capacity * counters_per_tile], zero at first, see done_counters.cuh; null: nothing is
@@ -47,6 +50,7 @@ struct Operands {
     const WeightMap* weights;
     const TensorMap* x;
     const float* x_scales;
+    int x_scale_expert_stride, x_scale_row_stride, x_scale_k_stride;
     const WeightScale* weight_scales;
     const int* a_rows;
     int intermediate, k_blocks, steps;  // steps: of a tile
@@ -77,51 +81,82 @@ using Queue = TileQueue<kBlockTokens>;
 // A tile's weights: one lane loads them, two copy their scales, of the gate and of the up projection.
 struct WeightLoads {
     const GateAndUp chunks;
-    int first_step;
     const WeightScale* scale;  // in lanes 0 and 1
 
-    DEVICE WeightLoads(const Operands& in, const Tile& tile) : chunks(in.weights, in.gate_row(tile)) {
-        first_step = in.splits.split_of(tile) * in.steps;
-        scale = in.scales_of_rows(in.gate_row(tile) + lane_of_warp() % 2 * in.groups()) + first_step;
-    }
+    DEVICE WeightLoads(const Operands& in, const Tile& tile)
+        : chunks(in.weights, in.gate_row(tile)),
+          scale(in.scales_of_rows(in.gate_row(tile) + lane_of_warp() % 2 * in.groups())) {}
     DEVICE void start(WeightTile<SharedMemory> to, u32 full, int step) const {
         const int lane = lane_of_warp();
-        if (lane == 0) to.load_gate_and_up(chunks, full, first_step + step);
+        if (lane == 0) to.load_gate_and_up(chunks, full, step);
         if (lane < 2) to.load_scale(lane, scale + step);
     }
 };
 
-// A tile's tokens, each a box of its own, as the swizzle follows from addresses: a lane loads those that are a warp
-// apart, and copies their scales.
+// A tile's rows of tokens, and their scales. A lane has rows that are a warp apart. Gathered rows are boxes of one row,
+// as the swizzle follows from addresses.
 struct TokenLoads : StepsOfTile {
     static constexpr int kCount = kBlockTokens / kWarp;
+    static constexpr int kAtOnce = kMathWarpgroups == 4 ? 4 : 1;  // gathered rows
     const TensorMap* x;
     const float* scales;
-    int rows, first_step, token[kCount];
+    int k_stride, rows, box_rows, token[kCount];
     u32 first_scale[kCount];
 
     DEVICE TokenLoads(const Operands& in, const Tile& tile)
         : StepsOfTile(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks),
           x(in.x),
-          scales(in.x_scales),
+          scales(in.x_scales + i64(tile.expert) * in.x_scale_expert_stride),
+          k_stride(in.x_scale_k_stride),
           rows(tile.rows),
-          first_step(in.splits.split_of(tile) * in.steps) {
+          box_rows(in.a_rows ? 1 : SWIZZLE_ROWS) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const int row = i * kWarp + lane_of_warp();
-            token[i] = row < rows ? in.a_rows[tile.row + row] : 0;
-            first_scale[i] = u32(token[i]) * in.k_blocks;
+            const int row = row_of_lane(i);
+            token[i] = tile.row + row;
+            if (in.a_rows) token[i] = row < rows ? in.a_rows[token[i]] : 0;
+            first_scale[i] = u32(token[i]) * in.x_scale_row_stride;
         }
     }
+    DEVICE u32 bytes() const {
+        const int multiple = max(box_rows, kAtOnce);
+        return ceil_div(rows, multiple) * multiple * kBlockK;
+    }
     DEVICE void start(SharedMemory shared, int s, u32 full, int step) const {
-        const int k = k_block(first_step + step);
+        const int k = k_block(step);
+        const float* scale = scales + i64(k) * k_stride;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            if (row_of_lane(i) < rows) copy_async_4(shared.token_scale(s, row_of_lane(i)), scale + first_scale[i]);
+        if (kAtOnce > 1 && box_rows == 1)
+            load_at_once(shared, s, full, k);
+        else
+            load_by_lanes(shared, s, full, k);
+    }
+
+   private:
+    DEVICE static int row_of_lane(int i) { return i * kWarp + lane_of_warp(); }
+    // Each lane loads the boxes that begin with its rows.
+    DEVICE void load_by_lanes(SharedMemory shared, int s, u32 full, int k) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const int row = i * kWarp + lane_of_warp();
-            if (row >= rows) break;
-            tma_load(shared.tokens(s, row), x, full, k * kBlockK, token[i]);
-            copy_async_4(shared.token_scale(s, row), scales + first_scale[i] + k);
+            const int row = row_of_lane(i);
+            if (row < rows && row % box_rows == 0) tma_load(shared.tokens(s, row), x, full, k * kBlockK, token[i]);
         }
+    }
+    // One lane loads all rows. That takes fewer instructions, of which math warps that decode leave few.
+    DEVICE void load_at_once(SharedMemory shared, int s, u32 full, int k) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+#pragma unroll 1
+            for (int lane = 0; lane < kWarp && i * kWarp + lane < rows; lane += kAtOnce) {
+                int row[kAtOnce];
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j) row[j] = __shfl_sync(kAllLanes, token[i], lane + j);
+#pragma unroll
+                for (int j = 0; j < kAtOnce; ++j)
+                    tma_load_once(shared.tokens(s, i * kWarp + lane + j), x, full, k * kBlockK, row[j]);
+            }
     }
 };
 
@@ -132,15 +167,16 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, in
          tile = share_tile<kProducerWarps>(shared.at<SharedTile>(0), kProducerBarrier, queue, warp == 0)) {
         const WeightLoads weights(in, tile);
         const TokenLoads tokens(in, tile);
-        const u32 bytes = WeightTile<SharedMemory>::kBytes + tile.rows * kBlockK;
+        const int first_step = in.splits.split_of(tile) * in.steps;
+        const u32 bytes = WeightTile<SharedMemory>::kBytes + tokens.bytes();
         auto fill = [&](int step, int s, u32 full) {
             if (lane_of_warp() == 0) {
                 if (step == 0) publish_tile(shared.tile(s), tile);
                 barrier_arrive_expect(full, bytes);
             }
             __syncwarp();  // the bytes that a barrier awaits are never negative
-            weights.start({shared, s}, full, step);
-            tokens.start(shared, s, full, step);
+            weights.start({shared, s}, full, first_step + step);
+            tokens.start(shared, s, full, first_step + step);
             copy_async_arrive(full);
         };
         turns.fill_stages<barrier_wait>(shared, in.steps, fill, [&](int step) {
@@ -175,9 +211,10 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, ActivatedRows
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gate_up_few_rows(const __grid_constant__ WeightMap w_map, const __grid_constant__ TensorMap x_map,
-                     const float* x_scales, const WeightScale* w_scales, const int* a_rows, u8* q, float* scales,
-                     float* partial, int* done_counters, const int4* table, int* num_tiles, int m, int intermediate,
-                     int k, int splits, int counters_per_tile, Activation activation, const float* bias) {
+                     const float* x_scales, int x_scale_expert_stride, int x_scale_row_stride, int x_scale_k_stride,
+                     const WeightScale* w_scales, const int* a_rows, u8* q, float* scales, float* partial,
+                     int* done_counters, const int4* table, int* num_tiles, int m, int intermediate, int k, int splits,
+                     int counters_per_tile, Activation activation, const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
     init_weights(shared.at<WeightTables>(0));
     init_activated(shared, kMathWarps);
@@ -185,7 +222,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     const int warp = warp_uniform(threadIdx.x / kWarp), warpgroup = warp / 4;
     const int k_blocks = k / kBlockK, steps = weight_steps(w_map, k_blocks) / splits;
-    Operands in{&w_map, &x_map, x_scales, w_scales, a_rows, intermediate, k_blocks, steps, {splits}};
+    Operands in{&w_map,
+                &x_map,
+                x_scales,
+                x_scale_expert_stride,
+                x_scale_row_stride,
+                x_scale_k_stride,
+                w_scales,
+                a_rows,
+                intermediate,
+                k_blocks,
+                steps,
+                {splits}};
     const DoneCounters done{done_counters, counters_per_tile};
     const Result out{q, scales, partial, done, m, intermediate, {splits}, activation, bias};
     if (warpgroup == kMathWarpgroups) {

@@ -26,7 +26,7 @@ class Plan:
     scratch: int  # bytes of scratch memory
     launches: Callable[..., Sequence[Launch]]  # takes addresses; each `plan_` method of `Backend` lists them
     starts_before_ids: bool = False  # a layer's first kernel may start (PDL) before the ids are written
-    gathers: bool = False  # GEMM 1 of batched experts takes row-major scales and the numbers of its rows
+    any_scale_strides: bool = False  # of batched experts; False: only scales of `k_major`
     adds_bias: bool = False  # a dense GEMM with a bias adds it
 
 
@@ -99,10 +99,7 @@ class Backend(Protocol):
         ...
 
     def plan_batched(self, spec: LayerSpec, max_m: int, expected_m: int, multiprocessors: int) -> Plan:
-        """Returns the plan of `batched_experts`.
-
-        Launches take x, w13, w2, and addresses of counts, out and scratch; those of a plan that `gathers` also take the
-        address of int32 `[experts * max_m]`, the numbers from 0 on.
+        """Returns the plan of `batched_experts`; launches take x, w13, w2, and addresses of counts, out and scratch.
 
         Args:
             expected_m: rows per expert on average.
@@ -132,7 +129,7 @@ class Backend(Protocol):
         """
         ...
 
-    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows, row_major: bool = False) -> Launch:
+    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
         """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major or row-major scales."""
         ...
 

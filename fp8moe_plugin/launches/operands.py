@@ -5,7 +5,7 @@ An op that prepares launches once and runs them often passes slots (`jit.launch.
 
 from typing import Any, NamedTuple, TypeVar
 
-from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
+from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.jit.launch import Address, Argument, Slot
 from fp8moe_plugin.plan.scratch import scale_pitch
@@ -34,6 +34,7 @@ class Rows(NamedTuple):
     scale_group: int  # stride of the scales from group to group, in elements
     scale_k_block: int  # stride of the scales from K block to K block, in elements
     extent: Extent | None = None  # None: the rows are contiguous
+    scale_row: int = 1  # stride of the scales from row to row, in elements
 
     @classmethod
     def k_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
@@ -43,7 +44,12 @@ class Rows(NamedTuple):
     @classmethod
     def row_major(cls, values: Address, scales: Address, rows: int, k: int) -> "Rows":
         """Returns rows with row-major scales, contiguous `[rows, k / 128]`, for a GEMM that gathers its rows."""
-        return cls(values, rows, k, scales, 0, 0)
+        return cls(values, rows, k, scales, 0, 1, scale_row=k // GROUP)
+
+    @property
+    def is_row_major(self) -> bool:
+        """True if the scales of a row are contiguous; other strides are multiples of four."""
+        return self.scale_k_block == 1
 
 
 class Weights(NamedTuple):

@@ -15,7 +15,7 @@ from fp8moe_plugin.ops import devices, reference, workspace
 from fp8moe_plugin.ops.checks import check_apart, check_values, debugs, watch_rows
 from fp8moe_plugin.ops.devices import Device, prepares
 from fp8moe_plugin.ops.expert_checks import LayerFacts, called_options, check_batched_call, check_layer_call
-from fp8moe_plugin.ops.operands import ExpertWeights, LayerTensors, Quantized, k_major, row_major
+from fp8moe_plugin.ops.operands import ExpertWeights, LayerTensors, Quantized, k_major, strided
 from fp8moe_plugin.ops.option_checks import check_int
 from fp8moe_plugin.ops.signature import addresses_of
 from fp8moe_plugin.plan.options import LayerOptions
@@ -212,23 +212,23 @@ def _experts(
         reference.batched_experts(spec, x, weights, counts, out)
         return
     plan = device.backend.plan_batched(spec, max_m, expected_m, device.multiprocessors)
-    scales, *strides = row_major(x[1]) if plan.gathers else k_major(*x)
-    numbers = torch.arange(len(out) * max_m, dtype=torch.int32, device=out.device) if plan.gathers else None
+    scales, *strides = strided(*x) if plan.any_scale_strides else k_major(*x)
     run = prepared_batched(device, plan, spec, max_m, *strides)
     scratch = workspace.scratch(plan.scratch, out)
     layer = *weights.w13, *weights.w2, *(weights.biases or (None, None))
-    run(addresses_of((x[0], scales, *layer, counts, out, scratch, numbers)))
+    run(addresses_of((x[0], scales, *layer, counts, out, scratch)))
 
 
 @prepares("batched_experts")
 def prepared_batched(
-    device: Device, plan: Plan, spec: LayerSpec, max_m: int, scale_group: int, scale_k_block: int
+    device: Device, plan: Plan, spec: LayerSpec, max_m: int, scale_group: int, scale_k_block: int, scale_row: int = 1
 ) -> Prepared:
-    """Returns a callable that launches `batched_experts`, given addresses; `k_major` returns the strides."""
-    x, x_scales, *layer, counts, out, scratch, numbers = map(Slot, range(12))
-    rows = Rows(x, spec.shape.local_experts * max_m, spec.shape.hidden, x_scales, scale_group, scale_k_block)
+    """Returns a callable that launches `batched_experts`, given addresses; `k_major` or `strided` has strides."""
+    x, x_scales, *layer, counts, out, scratch = map(Slot, range(11))
+    rows, hidden = spec.shape.local_experts * max_m, spec.shape.hidden
+    operand = Rows(x, rows, hidden, x_scales, scale_group, scale_k_block, scale_row=scale_row)
     weights = Weights.of_experts(spec, *layer)
-    return device.prepare(plan.launches(rows, *weights, counts, out, scratch, *([numbers] if plan.gathers else [])))
+    return device.prepare(plan.launches(operand, *weights, counts, out, scratch))
 
 
 def _watched_experts(

@@ -80,9 +80,15 @@ def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None =
     return copy, 0, copy.stride(1)
 
 
-def row_major(scales: torch.Tensor) -> ScalesAndStrides:
-    """Returns the scales of rows that a GEMM gathers: in place if contiguous, else a copy. Strides follow from K."""
-    return scales.contiguous(), 0, 0
+def strided(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Returns the scales of `[groups, max_m, k]` in place, and their strides from group to group, K block and row.
+
+    Rows are numbered across all groups. Kernels compute offsets in 32 bits; scales that are further apart are copied.
+    """
+    if sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True)) >= 2**31:
+        scales = scales.contiguous()
+    group, row, k_block = scales.stride()
+    return scales, group - q.shape[1] * row, k_block, row
 
 
 def in_rows(q: torch.Tensor) -> tuple[torch.Tensor, Extent]:

@@ -71,4 +71,4 @@ def prepared_quantize(device: Device, ue8m0: bool, tokens: int, k: int, row_majo
     """
     x, q, scales = map(Slot, range(3))
     rows = (Rows.row_major if row_major else Rows.k_major)(q, scales, tokens, k)
-    return device.prepare([device.backend.quantize_launch(ue8m0, x, rows, row_major)])
+    return device.prepare([device.backend.quantize_launch(ue8m0, x, rows)])

@@ -97,9 +97,10 @@ PARAMETERS = {
         "int weight_columns, int stages_before_down"
     ),
     "gate_up_few_rows": _signature(
-        "map w_map, map x_map, pointer x_scales, pointer w_scales, pointer a_rows, pointer q, pointer scales, "
-        "pointer partial, pointer done_counters, pointer table, pointer num_tiles, int m, int intermediate, int k, "
-        "int splits, int counters_per_tile, activation activation, pointer bias"
+        "map w_map, map x_map, pointer x_scales, int x_scale_expert_stride, int x_scale_row_stride, "
+        "int x_scale_k_stride, pointer w_scales, pointer a_rows, pointer q, pointer scales, pointer partial, "
+        "pointer done_counters, pointer table, pointer num_tiles, int m, int intermediate, int k, int splits, "
+        "int counters_per_tile, activation activation, pointer bias"
     ),
     "grouped_gemm": _signature(
         "map a_map, map a_narrow_map, map b_map, map d_map, pointer a_scales, int a_scale_expert_stride, "

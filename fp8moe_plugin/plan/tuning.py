@@ -29,12 +29,19 @@ PACKED_FEW_ROWS_PER_EXPERT = 56
 MXFP4_ROWS_PER_EXPERT = 48
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
-# reading a permuted copy. The kernels for few rows always gather.
+# reading a permuted copy. The kernels for few rows gather, but see `PACKED_COPIES_FROM`.
 # Measured: GEMM 1 and quantize together gain 18% at TP8 (256 channels) with 4096 tokens and 4% at Qwen3 (768); a
 # layer at EP1 (2048) gains 1% after a pause and loses 1.5% in steady state. No size between 768 and 2048 was measured
 # ([009]).
 # Measure again: when the scales of several K blocks are copied at once, or for a model with 1024 to 2048 channels.
 GATHER_UP_TO = 1024
+
+# The smallest product of the rows per expert, on average, and intermediate channels for which GEMM 1 of experts in
+# packed MXFP4 reads a permuted copy in the kernels for few rows, too.
+# Measured: layers of seven shapes take 0.99 to 1.07 of the time with gathered tokens up to 12 thousand, 0.96 to 1.00
+# with 24 and 33 thousand, 0.94 to 0.97 with 48 thousand and 0.91 to 0.96 from 65 thousand on ([127]).
+# Measure again: between 13 and 23 thousand, on an H100, or when either way of loading tokens changes.
+PACKED_COPIES_FROM = 2**14
 
 # The fewest intermediate channels with which GEMM 2 starts early (PDL), before GEMM 1 has finished, for any number of
 # rows.

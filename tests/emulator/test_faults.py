@@ -327,6 +327,12 @@ def packed_layer(emulator: Device, seed: int) -> None:
     assert run_packed_layer(emulator, seed) <= MOST_ERROR
 
 
+def packed_few_rows_of_copies(emulator: Device, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "PACKED_COPIES_FROM", 0)
+        assert run_packed_layer(emulator, seed, 13) <= MOST_ERROR
+
+
 def packed_many_rows(emulator: Device, seed: int) -> None:
     """More K blocks than there are stages, further steps, and a tile that passes N."""
     with pytest.MonkeyPatch.context() as patch:
@@ -416,6 +422,7 @@ KERNELS = {  # to be compiled ahead
         pushed(grouped_gemm_key(Output.BF16)),
     ),
     packed_layer: PACKED,
+    packed_few_rows_of_copies: (*PACKED[:2], quantize_key(False, Layout.PERMUTED), *FEW[3:]),
     packed_many_rows: PACKED_MANY,
     packed_tiles_of_one_step: PACKED_MANY,
     packed_small_batch: PACKED_SMALL_BATCH,
@@ -639,7 +646,20 @@ FAULTS = {
         "pipeline/done_counters.cuh", "__nanosleep(100);", "break;", layer_of_few_tokens, WRONG_RESULT
     ),
     "the first GEMM of few rows does not await the bytes of its tokens": Fault(
-        "gate_up_few_rows.cu", "kBytes + tile.rows * kBlockK", "kBytes", layer_of_few_tokens, "deadlock"
+        "gate_up_few_rows.cu", "kBytes + tokens.bytes()", "kBytes", layer_of_few_tokens, "deadlock"
+    ),
+    "all gathered rows of packed experts are those of the first token": Fault(
+        "gate_up_few_rows.cu", "token[i], lane + j)", "token[i], lane)", packed_layer, "AssertionError"
+    ),
+    "each copy of few rows is a box of its own": Fault(
+        "gate_up_few_rows.cu", "in.a_rows ? 1 : SWIZZLE_ROWS", "1", packed_few_rows_of_copies, "AssertionError|deadlock"
+    ),
+    "copies of few rows have the scales of other rows": Fault(
+        "gate_up_few_rows.cu",
+        "u32(token[i]) * in.x_scale_row_stride",
+        "u32(token[i] / 2) * in.x_scale_row_stride",
+        packed_few_rows_of_copies,
+        "AssertionError",
     ),
     "a tile of few rows is staged over the one before": Fault(
         "epilogue/activated_rows.cuh",

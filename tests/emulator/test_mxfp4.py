@@ -14,6 +14,8 @@ from fp8moe_plugin.ops import reference
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.moe import batched_experts, fused_moe
 from fp8moe_plugin.ops.routed_moe import routed_moe
+from fp8moe_plugin.plan.sm90 import layer as sm90_layer
+from fp8moe_plugin.plan.sm90.layer import SortedStep, StepPlan
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from tests import helpers as h
 from tests.emulator.device import Device
@@ -25,13 +27,21 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("shape", "span", "seed"),
-    h.pairwise([(3, 256, 128), (32, 384, 256), (55, 256, 128), (68, 128, 256), (90, 128, 384)], [0, SPAN], [1, 2]),
+    ("shape", "span", "seed", "copies"),
+    h.pairwise(
+        [(3, 256, 128), (32, 384, 256), (55, 256, 128), (68, 128, 256), (90, 128, 384)],
+        [0, SPAN],
+        [1, 2],
+        [False, True],
+    ),
 )
 def test_a_layer_has_the_bits_of_block_fp8(
-    emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], span: int, seed: int
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], span: int, seed: int, copies: bool
 ) -> None:
-    check_bits(emulator, monkeypatch, shape, span, seed, FEW_ROWS, FEW_ROWS)
+    monkeypatch.setattr(sm90_layer, "PACKED_COPIES_FROM", 0 if copies else 2**30)
+    packed = check_bits(emulator, monkeypatch, shape, span, seed, FEW_ROWS, FEW_ROWS)
+    assert isinstance(packed, SortedStep)
+    assert packed.gathers != copies
 
 
 @pytest.mark.parametrize(("shape", "span", "seed"), [((230, 384, 256), 11, 1), ((60, 640, 128), SPAN, 2)])
@@ -49,16 +59,19 @@ def check_bits(
     seed: int,
     fp8_tile: RowTile,
     packed_tile: RowTile,
-) -> None:
+) -> StepPlan:
+    """Returns the step of the packed layer."""
     tokens, hidden, intermediate = shape
     gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, span)
     x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, 2, 3)
     packed, fp8 = experts.packed(), experts.in_fp8()
     h.force_step(monkeypatch, tile=fp8_tile)
     wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
-    h.force_step(monkeypatch, tile=packed_tile)
+    taken = h.force_step(monkeypatch, tile=packed_tile)
     assert h.same_bits(emulator.execute(seed, lambda: packed_moe(x, packed, *routing)), wanted)
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
+    (step,) = taken
+    return step
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests import helpers as h
 many = settings(max_examples=5 * settings.default.max_examples)  # an example takes a few milliseconds
 backends = pytest.mark.parametrize("targets", [st.just(SM90), st.sampled_from(list(TARGETS))], ids=["sm90", "triton"])
 X, X_SCALES, W13, W13_SCALES, W2, W2_SCALES, LAYOUT, OUT, SCRATCH = SLOTS = tuple(map(Slot, range(9)))
-W13_BIAS, W2_BIAS, NUMBERS = Slot(9), Slot(10), Slot(11)
+W13_BIAS, W2_BIAS = Slot(9), Slot(10)
 
 
 def scaled(most: int) -> st.SearchStrategy[int]:
@@ -230,7 +230,7 @@ def test_batched_experts(
     plan = BACKENDS[target].tuned(data.draw(tunings)).plan_batched(spec, max_m, expected_m, sms)
     x = Rows(X, rows, shape.hidden, X_SCALES, max_m, scale_pitch(rows))
     weights = Weights.of_experts(spec, W13, W13_SCALES, W2, W2_SCALES, W13_BIAS, W2_BIAS)
-    launches = plan.launches(x, *weights, LAYOUT, OUT, SCRATCH, *([NUMBERS] if plan.gathers else []))
+    launches = plan.launches(x, *weights, LAYOUT, OUT, SCRATCH)
     check_biases(launches, spec, (W13_BIAS, W2_BIAS))
     room = dict(zip((W13, W2), weight_bytes(shape), strict=True))
     room |= {X: rows * shape.hidden, OUT: 2 * rows * shape.hidden}
@@ -245,7 +245,6 @@ def test_batched_experts(
         first, second = launches[1:]
         assert first.args.done_counters == second.args.done_counters
         assert bool(second.args.done_counters) == second.pdl
-        assert (NUMBERS in first.args) == plan.gathers
         assert shape.hidden // 128 % getattr(second.args, "columns_at_once", 1) == 0
 
 

@@ -130,6 +130,16 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int 
         "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
+// The same, called by all lanes of a warp with the same values. Of values that it cannot know to be the same, the
+// compiler would load one lane after the other, in a loop.
+DEVICE void tma_load_once(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
+    asm volatile(
+        "{ .reg .pred p; elect.sync _|p, 0xffffffff;\n"
+        "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2]; "
+        "}" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
 // The same, to all blocks of the cluster whose bits are set in `blocks`: to that place in the shared memory of each,
 // and onto its barrier there.
 DEVICE void tma_load_to_cluster(u32 to, const TensorMap* map, u32 barrier, int column, int row, u16 blocks) {

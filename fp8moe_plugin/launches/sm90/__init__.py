@@ -23,7 +23,7 @@ from fp8moe_plugin.plan.spec import Arrival, Grouping, LayerSpec, Output, layer_
 def _batched_plan(plan: grouped.BatchedPlan) -> Plan:
     """Returns one plan for all calls with these choices, as `shared_plan` does."""
     launches = functools.partial(batched_launches, plan)
-    return Plan(plan, plan.scratch.nbytes, launches, gathers=plan.tile.streams_weights)
+    return Plan(plan, plan.scratch.nbytes, launches, any_scale_strides=plan.tile.streams_weights)
 
 
 class Sm90:
@@ -92,8 +92,8 @@ class Sm90:
         plan = dense.plan_dense(m, n, k, output, multiprocessors, batch_invariant, weights, biased)
         return Plan(plan, 0, functools.partial(dense_launches, plan), adds_bias=not plan.is_grouped)
 
-    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows, row_major: bool = False) -> Launch:
-        return quantize_rows_launch(ue8m0, x, out, row_major)
+    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
+        return quantize_rows_launch(ue8m0, x, out)
 
     def silu_mul_quant_launch(
         self,

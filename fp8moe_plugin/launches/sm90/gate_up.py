@@ -6,7 +6,7 @@ from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.launches.sm90.tensor_maps import gate_up_map, halves_map, rows_map
 from fp8moe_plugin.launches.sm90.tiles import Tiles
 from fp8moe_plugin.plan.keys import KernelKey
-from fp8moe_plugin.plan.sm90.constants import BOX_ROWS, TAIL_ROWS
+from fp8moe_plugin.plan.sm90.constants import BOX_ROWS, SWIZZLE_ROWS, TAIL_ROWS
 
 
 def gate_up_launch(
@@ -65,7 +65,7 @@ def gate_up_few_rows_launch(
     tiles: Tiles,
     activation: ActivationNumbers,
     *,
-    a_rows: Address,
+    a_rows: Address = 0,
     partial: Address = 0,
     k_splits: int = 1,
     row_counters: int = 1,
@@ -77,15 +77,18 @@ def gate_up_few_rows_launch(
         partial: float32 `[k_splits, out.rows, 2 * out.k]`, partial sums of blocks that split K.
         k_splits: parts of K; several need `tiles.done_counters`.
         row_counters: counters of each row tile in `tiles.done_counters`.
-        pdl: it may start before the preceding kernel ends, which quantizes `a`, or writes `a_rows`.
+        pdl: it may start before the preceding kernel ends, which quantizes `a`, or writes `tiles`.
     """
     return Launch(
         key,
         blocks,
         key.arguments(
             w_map=gate_up_map(w13),
-            x_map=rows_map(a, 1),
+            x_map=rows_map(a, 1 if a_rows else SWIZZLE_ROWS),
             x_scales=a.scales,
+            x_scale_expert_stride=a.scale_group,
+            x_scale_row_stride=a.scale_row,
+            x_scale_k_stride=a.scale_k_block,
             w_scales=w13.scales,
             a_rows=a_rows,
             q=out.values,

@@ -84,19 +84,13 @@ def _rows_of_tokens(step: SortedStep, tensors: LayerAddresses, at: SortedScratch
 
 def _gate_up_launch(x: Rows, w13: Weights, step: SortedStep, at: SortedScratch, inner: Rows, tiles: Tiles) -> Launch:
     activation = step.spec.activation.numbers
-    if not step.gathers:
-        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, activation)
-    if step.gate_up.source == "gate_up":
-        return gate_up_launch(step.gate_up, step.blocks, x, w13, inner, tiles, activation, a_rows=at.tokens)
+    first = step.gate_up, step.blocks, x, w13, inner, tiles, activation
+    a_rows = at.tokens if step.gathers else 0
+    if not step.tile.streams_weights:
+        return gate_up_launch(*first, a_rows=a_rows)
     return gate_up_few_rows_launch(
-        step.gate_up,
-        step.blocks,
-        x,
-        w13,
-        inner,
-        tiles,
-        activation,
-        a_rows=at.tokens,
+        *first,
+        a_rows=a_rows,
         partial=at.partial,
         k_splits=step.k_splits,
         row_counters=step.row_counters,
@@ -128,7 +122,6 @@ def batched_launches(
     counts: Address,
     out: Address,
     scratch: Address,
-    row_numbers: Address = 0,
 ) -> list[Launch]:
     """Returns the launches of `batched_experts` for the first `counts[e]` rows of each expert of `[experts, max_m]`."""
     at = placed(plan.scratch, scratch)
@@ -142,6 +135,6 @@ def batched_launches(
         return [cut, gate_up_launch(*first), grouped_gemm_launch(*second, pdl=plan.pdl_down)]
     return [
         cut,
-        gate_up_few_rows_launch(*first, a_rows=row_numbers, pdl=True),
+        gate_up_few_rows_launch(*first, pdl=True),
         grouped_gemm_few_rows_launch(*second, columns=plan.columns_at_once, row_counters=1, pdl=True),
     ]

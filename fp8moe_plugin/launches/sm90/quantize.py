@@ -13,11 +13,11 @@ from fp8moe_plugin.plan.tuning import QUANTIZE_FEW_TOKENS
 BLOCKS_PER_MULTIPROCESSOR = 8  # of silu_mul_quant: two waves, enough to even out experts of unequal size
 
 
-def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows, row_major: bool) -> Launch:
+def quantize_rows_launch(ue8m0: bool, x: Address, out: Rows) -> Launch:
     """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major or row-major scales."""
-    key = quantize_key(ue8m0, Layout.ROW_MAJOR if row_major else Layout.K_MAJOR)
+    key = quantize_key(ue8m0, Layout.ROW_MAJOR if out.is_row_major else Layout.K_MAJOR)
     # With row-major scales the kernel does not wait for what writes x.
-    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, pdl=not row_major)
+    return quantize_launch(key, x, out.values, out.scales, out.rows, out.k, pdl=not out.is_row_major)
 
 
 def quantize_launch(

@@ -86,8 +86,8 @@ class Triton:
         plan = plans.plan_dense(self.target, m, n, f32, multiprocessors, batch_invariant, weights)
         return Plan(plan, 0, functools.partial(dense_launches, plan))
 
-    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows, row_major: bool = False) -> Launch:
-        return triton_quantize_launch(self.target, ue8m0, x, out, row_major)
+    def quantize_launch(self, ue8m0: bool, x: Address, out: Rows) -> Launch:
+        return triton_quantize_launch(self.target, ue8m0, x, out)
 
     def silu_mul_quant_launch(
         self,

@@ -50,9 +50,8 @@ class ScaleStrides(NamedTuple):
     k_block: int
 
     @classmethod
-    def of(cls, rows: Rows, row_major: bool = False) -> "ScaleStrides":
-        """Returns the strides of K-major or row-major scales; `Rows` holds only those of K-major scales."""
-        return cls(rows.k // GROUP, 0, 1) if row_major else cls(1, rows.scale_group, rows.scale_k_block)
+    def of(cls, rows: Rows) -> "ScaleStrides":
+        return cls(rows.scale_row, rows.scale_group, rows.scale_k_block)
 
 
 class TritonRouting(NamedTuple):
@@ -76,9 +75,8 @@ def pairs_arguments(ids: Ids) -> dict[str, Argument]:
 # ---- routing and quantization --------------------------------------------------------------------------------------
 
 
-def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows, row_major: bool) -> Launch:
-    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x` to rows with K-major or row-major scales."""
-    strides = ScaleStrides.of(out, row_major)
+def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows) -> Launch:
+    """Returns the launch that quantizes bfloat16 `[rows, k]` at `x`."""
     return triton_launch(
         quantize_key(target, ue8m0),
         ceil_div(out.rows, QUANTIZE_ROWS) * (out.k // GROUP),
@@ -87,8 +85,8 @@ def triton_quantize_launch(target: str, ue8m0: bool, x: Address, out: Rows, row_
         scales=out.scales,
         tokens=out.rows,
         k=out.k,
-        scale_row=strides.row,
-        scale_k_block=strides.k_block,
+        scale_row=out.scale_row,
+        scale_k_block=out.scale_k_block,
     )
 
 
@@ -176,7 +174,7 @@ def triton_gate_up_launch(
 
     With `a_rows`, row i reads row `a_rows[i]` of `a`, whose scales are row-major.
     """
-    strides = ScaleStrides.of(a, row_major=a_rows != 0)
+    strides = ScaleStrides.of(a)
     return triton_launch(
         key,
         tiles.tiles * (out.k // GROUP),
@@ -217,7 +215,7 @@ def triton_gemm_launch(
 
     `a_rows`: see `triton_gate_up_launch`.
     """
-    strides, sizes = ScaleStrides.of(a, row_major=a_rows != 0), dict(key.defines)
+    strides, sizes = ScaleStrides.of(a), dict(key.defines)
     row_tiles = tiles.tiles if tiles else ceil_div(a.rows, sizes["BLOCK_M"])
     return triton_launch(
         key,

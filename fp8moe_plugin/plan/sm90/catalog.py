@@ -173,7 +173,7 @@ def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
 
 
 def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
-    """`gate_up_key` for few rows per expert; it always gathers."""
+    """`gate_up_key` for few rows per expert; its arguments say whether it gathers."""
     math_warpgroups = 4 if spec.weights is PACKED_MXFP4 else 2  # decoding needs more warps
     return KernelKey("gate_up_few_rows", _gate_up_macros(spec), 128 * (math_warpgroups + 1), SMEM_BYTES)
 

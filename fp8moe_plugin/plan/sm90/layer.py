@@ -48,6 +48,7 @@ from fp8moe_plugin.plan.tuning import (
     GATHER_UP_TO,
     MIN_K_BLOCKS,
     MULTIPROCESSORS,
+    PACKED_COPIES_FROM,
     PACKED_DOWN_BLOCKS,
     PACKED_STAGES_BEFORE_DOWN,
     PACKED_UNDELAYED_TILES,
@@ -249,8 +250,10 @@ def sorted_step(
     topk, hidden, intermediate, local_experts, global_experts = shape
     rows, few_rows, packed = tokens * topk, tile.streams_weights, spec.weights in PACKED_FORMATS
     rows_per_expert = rows / global_experts
-    # To push a row, GEMM 2 reads its pair where GEMM 1 would read its token.
-    gathers = few_rows or (intermediate <= GATHER_UP_TO and not packed and not pushes_rows)
+    if few_rows:
+        gathers = not packed or rows_per_expert * intermediate < PACKED_COPIES_FROM
+    else:  # to push a row, GEMM 2 reads its pair where GEMM 1 would read its token
+        gathers = intermediate <= GATHER_UP_TO and not packed and not pushes_rows
     may_split = few_rows and not spec.batch_invariant and not packed
     splits = k_splits(rows, shape) if may_split else 1
     counters = row_counters(intermediate, splits)
