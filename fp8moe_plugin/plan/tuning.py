@@ -15,11 +15,10 @@ FEW_ROWS_PER_EXPERT = 40
 
 # The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
 # for many rows decode a tile of weights once for up to 128 rows. Of batched experts, the rows that the caller expects.
-# Measured: the latter take 1.13, 1.06, 0.85 and 0.73 of the time of the former in layers of DeepSeek-V4-Flash with 36,
-# 48, 72 and 96 rows per expert; with an eighth of the channels 1.14, 1.08, 0.96 and 0.90 ([080]).
-# Measure again: when either changes, and `MXFP4_ROWS_PER_EXPERT` with it; nothing between 48 and 72 rows was
-# measured, and no batched experts, whose scales the kernels for few rows need in a second layout.
-PACKED_FEW_ROWS_PER_EXPERT = 56
+# Measured: the latter take 1.01 to 1.06 of the time of the former in layers of four shapes with 59 and 60 rows per
+# expert, of gpt-oss 0.98; with 64 and 66 0.93 to 1.01, with 72 and 78 0.85 to 0.93 ([128]).
+# Measure again: when either changes, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
+PACKED_FEW_ROWS_PER_EXPERT = 60
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.

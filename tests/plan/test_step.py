@@ -105,9 +105,9 @@ def test_packed_layers_with_further_steps_are_sorted(change):
 
 
 def test_tiles_of_batched_packed_experts_follow_the_expected_rows():
-    plans = [plan_batched(h.layer_spec(weights=PACKED_MXFP4), 512, expected_m) for expected_m in (1, 56, 57)]
+    plans = [plan_batched(h.layer_spec(weights=PACKED_MXFP4), 512, expected_m) for expected_m in (1, 60, 61)]
     assert [plan.tile for plan in plans] == [PACKED_FEW_ROWS, PACKED_FEW_ROWS, UNTAILED]
-    assert {plan_batched(h.layer_spec(), 512, expected_m).tile for expected_m in (1, 57)} == {MANY_ROWS}
+    assert {plan_batched(h.layer_spec(), 512, expected_m).tile for expected_m in (1, 61)} == {MANY_ROWS}
 
 
 @pytest.mark.parametrize(
