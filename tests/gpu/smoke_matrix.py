@@ -159,9 +159,10 @@ def check_batched_experts_of(weights: WeightFormat, gen: torch.Generator, rows: 
 
 
 def check_packed_mxfp4(gen: torch.Generator, rows: int) -> None:
-    """Blocks that span more than SPAN binades take further steps; others may be small batches."""
-    for tokens, span in itertools.product({rows, min(rows, SMALL_BATCH_TOKENS[-1])}, (SPAN, 30)):
-        packed = random_experts(h.seeded(0, CPU), 2, HIDDEN, INTERMEDIATE, span).packed()
+    """Blocks that span more than SPAN binades take further steps; others may be small batches, or read copies."""
+    steps = {(rows, INTERMEDIATE), (min(rows, SMALL_BATCH_TOKENS[-1]), INTERMEDIATE), (min(rows, 24), WIDE)}
+    for (tokens, intermediate), span in itertools.product(steps, (SPAN, 30)):
+        packed = random_experts(h.seeded(0, CPU), 2, HIDDEN, intermediate, span).packed()
         x, routing = h.random_tokens(gen, tokens, HIDDEN), h.random_routing(gen, "distinct", tokens, 2, 2)
         expected = ops.fused_moe(x.cpu(), *packed, *(part.cpu() for part in routing), weights=PACKED_MXFP4)
         out = ops.fused_moe(x, *(part.to(DEVICE) for part in packed), *routing, weights=PACKED_MXFP4)
