@@ -81,14 +81,16 @@ def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None =
 
 
 def strided(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """Returns the scales of `[groups, max_m, k]` in place, and their strides from group to group, K block and row.
+    """Returns the scales of `[groups, max_m, k]` and their strides from group to group, K block and row.
 
-    Rows are numbered across all groups. Kernels compute offsets in 32 bits; scales that are further apart are copied.
+    Rows are numbered across all groups, as by `k_major`. Kernels compute the offset of a row in 32 bits: scales of rows
+    that are further apart are copied.
     """
-    if sum((size - 1) * stride for size, stride in zip(scales.shape, scales.stride(), strict=True)) >= 2**31:
+    groups, max_m, _ = q.shape
+    if max(groups * max_m * scales.stride(1), scales.stride(0)) >= 2**31:
         scales = scales.contiguous()
     group, row, k_block = scales.stride()
-    return scales, group - q.shape[1] * row, k_block, row
+    return scales, group - max_m * row, k_block, row
 
 
 def in_rows(q: torch.Tensor) -> tuple[torch.Tensor, Extent]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8moe_plugin import ops
-from fp8moe_plugin.ops.operands import k_major
+from fp8moe_plugin.ops.operands import k_major, strided
 from tests import helpers as h
 
 TAILS = (16, 112, 144, 576, 2112)  # K: less than a block, and blocks with a rest
@@ -203,3 +203,10 @@ def test_scales_of_k_blocks_that_are_far_apart_are_copied() -> None:
         scales, _, k_block = k_major(q, memory.as_strided((2, 3), (1, apart)))
         assert (k_block == apart) == in_place
         assert (scales.untyped_storage().nbytes() > apart) == in_place
+
+
+def test_scales_of_rows_that_are_far_apart_are_copied() -> None:
+    q = torch.empty(4, 2, 256, dtype=h.FP8, device="meta")
+    for apart, strides in ((2**27, (2 - 2**28, 1, 2**27)), (2**28, (0, 1, 2))):
+        memory = torch.empty(apart + 8, device="meta")
+        assert strided(q, memory.as_strided((4, 2, 2), (2, apart, 1)))[1:] == strides
