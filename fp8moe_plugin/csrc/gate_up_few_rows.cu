@@ -97,7 +97,7 @@ struct WeightLoads {
 // as the swizzle follows from addresses.
 struct TokenLoads : StepsOfTile {
     static constexpr int kCount = kBlockTokens / kWarp;
-    static constexpr int kAtOnce = kMathWarpgroups == 4 ? 4 : 1;  // gathered rows
+    static constexpr int kAtOnce = kDecodedToRegisters ? 4 : 1;  // gathered rows
     const TensorMap* x;
     const float* scales;
     int k_stride, rows, box_rows, token[kCount];
@@ -155,7 +155,7 @@ struct TokenLoads : StepsOfTile {
                 for (int j = 0; j < kAtOnce; ++j) row[j] = __shfl_sync(kAllLanes, token[i], lane + j);
 #pragma unroll
                 for (int j = 0; j < kAtOnce; ++j)
-                    tma_load_once(shared.tokens(s, i * kWarp + lane + j), x, full, k * kBlockK, row[j]);
+                    tma_load_by_one_lane(shared.tokens(s, i * kWarp + lane + j), x, full, k * kBlockK, row[j]);
             }
     }
 };

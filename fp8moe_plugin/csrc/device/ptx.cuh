@@ -130,9 +130,9 @@ DEVICE void tma_load(u32 to, const TensorMap* map, u32 barrier, int column, int 
         "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
-// The same, called by all lanes of a warp with the same values. Of values that it cannot know to be the same, the
-// compiler would load one lane after the other, in a loop.
-DEVICE void tma_load_once(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
+// The same, called by all lanes of a warp with the same values. For `if (lane == 0) tma_load(..)` the compiler would
+// issue the load in a loop over lanes, as it does not know that these values are the same.
+DEVICE void tma_load_by_one_lane(u32 to, const TensorMap* map, u32 barrier, int column, int row) {
     asm volatile(
         "{ .reg .pred p; elect.sync _|p, 0xffffffff;\n"
         "@p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2]; "

@@ -9,7 +9,7 @@
 
 constexpr int kGroup = 128;  // channels of a tile
 
-// A token's channels; the further bytes spread the tokens that a warp stores at once over all banks.
+// A token's channels; with the further bytes, the tokens that a warp stores at once are in different banks.
 template <int kTokens>
 struct Activated : Once<kTokens, kGroup * 2 + 8, 8> {};
 template <int kCount>

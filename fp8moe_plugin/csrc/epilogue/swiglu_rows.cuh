@@ -1,7 +1,8 @@
 // The epilogue of gate_up.cu: a warpgroup activates, quantizes and stores 64 rows by kColumns channels, 128 or, in a
 // short tile, half a group of the quantization; and its part of a tail.
 #pragma once
-#include "epilogue/swiglu_transposed.cuh"
+#include "device/fp8.cuh"
+#include "epilogue/activation.cuh"
 #include "mma/row_tile.cuh"
 
 struct QuantizedRows {
@@ -152,6 +153,35 @@ DEVICE void store_quantized(SharedMemory shared, const QuantizedRows& out, const
         tma_store(out.map, staging, column, row);
         tma_store_commit();
     }
+}
+
+// ---- the tail: a transposed (swap-AB) result, whose rows are channels and whose columns are tokens ------------------
+
+// Quantizes a pair of tokens to shared memory.
+DEVICE void stage_pair(u32 pair, const float (&scale)[2], const float (&inverse)[2], u32 to_first, u32 to_second) {
+    u16 codes = quantize_two(pair, scale, inverse);
+    store_shared(to_first, u8(codes));
+    store_shared(to_second, u8(codes >> 8));
+}
+
+// The largest magnitude of each token of a pair, of kCount of the thread's channels, over the channels of its warp.
+template <int kCount>
+DEVICE u32 warp_amax(const u32 (&pairs)[kCount]) {
+    u32 amax = pairs[0] & kNoSigns;
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) amax = max_u16x2(amax, pairs[i] & kNoSigns);
+#pragma unroll
+    for (int lanes = 4; lanes < kWarp; lanes *= 2) amax = max_u16x2(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+    return amax;
+}
+
+// The same over all warps, from shared memory; amax_at(warp) is the address of a warp's.
+template <int kWarps, class AmaxAt>
+DEVICE u32 block_amax(AmaxAt amax_at) {
+    u32 amax = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) amax = max_u16x2(amax, load_shared(amax_at(warp)));
+    return amax;
 }
 
 // The tail: 16 tokens by 64 channels per warpgroup, so that both share every group. Values are pairs of tokens.

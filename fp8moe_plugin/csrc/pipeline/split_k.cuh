@@ -64,7 +64,7 @@ DEVICE bool add_splits(u32 flag, const Result& out, const Tile& tile, int barrie
         }
         sum[0][e] = total.x, sum[0][e + 2] = total.y, sum[1][e] = total.z, sum[1][e + 2] = total.w;
     }
-    named_barrier(barrier, kMathThreads);  // or the compiler takes warps for diverged in the main loop, too
+    named_barrier(barrier, kMathThreads);  // not needed, but tells the compiler that warps are not diverged
     return true;
 }
 // With one slab per warpgroup, K is not split.
