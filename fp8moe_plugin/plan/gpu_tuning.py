@@ -29,7 +29,11 @@ UNTUNED = GpuTuning()
 # By name: what `fp8moe-warmup tune` found on them, see docs/tuning.md.
 OF_GPUS = {
     "NVIDIA H100 80GB HBM3": GpuTuning(
-        few_rows_per_expert=1, small_batch_bytes=3 * 2**28, packed_small_batch_bytes=2**29, early_below=384
+        few_rows_per_expert=1,
+        packed_few_rows_per_expert=56,
+        small_batch_bytes=3 * 2**28,
+        packed_small_batch_bytes=2**29,
+        early_below=384,
     ),
 }
 

@@ -23,7 +23,8 @@ PACKED_FEW_ROWS_PER_EXPERT = 60
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8. No plan depends on it.
 # Measured: a layer of DeepSeek-V4-Flash takes 0.65 of the time in block FP8 with 24 rows per expert, 0.97 with 48, 1.22
-# with 72 and 1.26 with 96; an eighth of the channels 0.72, 0.90, 1.08 and 1.11 ([080]).
+# with 72 and 1.26 with 96; an eighth of the channels 0.72, 0.90, 1.08 and 1.11 ([080]). With 48 rows, packed layers
+# take 0.93 to 1.00 of that time since ([127]).
 # Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; nothing between 48 and 72 rows was measured.
 MXFP4_ROWS_PER_EXPERT = 48
 
