@@ -30,7 +30,7 @@ from fp8moe_plugin.launches.sm90.tiles import tiles_of_counts_launch, tiles_of_e
 from fp8moe_plugin.ops import devices, operands, reference, workspace
 from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.devices import Device
-from fp8moe_plugin.ops.operands import Quantized, empty_quantized, k_major
+from fp8moe_plugin.ops.operands import Quantized, empty_quantized, k_major, strided
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED
 from fp8moe_plugin.plan.scratch import tile_capacity
 from fp8moe_plugin.plan.sm90.catalog import gate_up_few_rows_key, gate_up_key, permute_key, quantize_key
@@ -327,10 +327,15 @@ def gate_up(
     q, scales = out or empty_quantized(groups * max_m, intermediate, w13[0].device)
     inner = Rows.k_major(q.data_ptr(), scales.data_ptr(), groups * max_m, intermediate)
     weights, a_rows, at = weights_of(w13, bias), 0 if tokens is None else tokens.data_ptr(), tiles.addresses
-    kept, blocks = (a[1], 0, 0) if a_rows else k_major(*a), device.multiprocessors
-    x = rows_of(a[0], kept)
     if a_rows:
-        x = Rows.row_major(x.values, x.scales, x.rows, x.k)
+        x = Rows.row_major(a[0].data_ptr(), a[1].data_ptr(), *a[0].shape)
+    elif tiles.tile.streams_weights:
+        kept, *strides, scale_row = strided(a[1])
+        x = rows_of(a[0], (kept, *strides))._replace(scale_row=scale_row)
+    else:
+        kept, *strides = k_major(*a)  # which must stay alive until the launch
+        x = rows_of(a[0], (kept, *strides))
+    blocks = device.multiprocessors
     shape, numbers = MoeShape(1, a[0].shape[-1], intermediate, len(w13[0]), len(w13[0])), activation.numbers
     spec = LayerSpec(shape, format_of(w13), ue8m0, activation, bias is not None)
     if not tiles.tile.streams_weights:

@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
     @property
     def is_row_major(self) -> bool:
-        """True if the scales of a row are contiguous; other strides are multiples of four."""
+        """True of `row_major`, False of `k_major`, whose pitch is a multiple of four."""
         return self.scale_k_block == 1
 
 

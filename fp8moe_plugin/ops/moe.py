@@ -212,7 +212,7 @@ def _experts(
         reference.batched_experts(spec, x, weights, counts, out)
         return
     plan = device.backend.plan_batched(spec, max_m, expected_m, device.multiprocessors)
-    scales, *strides = strided(*x) if plan.any_scale_strides else k_major(*x)
+    scales, *strides = strided(x[1]) if plan.any_scale_strides else k_major(*x)
     run = prepared_batched(device, plan, spec, max_m, *strides)
     scratch = workspace.scratch(plan.scratch, out)
     layer = *weights.w13, *weights.w2, *(weights.biases or (None, None))
@@ -223,7 +223,7 @@ def _experts(
 def prepared_batched(
     device: Device, plan: Plan, spec: LayerSpec, max_m: int, scale_group: int, scale_k_block: int, scale_row: int = 1
 ) -> Prepared:
-    """Returns a callable that launches `batched_experts`, given addresses; `k_major` or `strided` has strides."""
+    """Returns a callable that launches `batched_experts`, given addresses and what `k_major` or `strided` returns."""
     x, x_scales, *layer, counts, out, scratch = map(Slot, range(11))
     rows, hidden = spec.shape.local_experts * max_m, spec.shape.hidden
     operand = Rows(x, rows, hidden, x_scales, scale_group, scale_k_block, scale_row=scale_row)

@@ -80,16 +80,16 @@ def k_major(q: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None =
     return copy, 0, copy.stride(1)
 
 
-def strided(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+def strided(scales: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """Returns the scales of `[groups, max_m, k]` and their strides from group to group, K block and row.
 
-    Rows are numbered across all groups, as by `k_major`. Kernels compute the offset of a row in 32 bits: scales of rows
-    that are further apart are copied.
+    Rows are numbered across all groups, as by `k_major`. Kernels compute the offset of a row in 32 bits: scales that
+    are further apart are copied.
     """
-    groups, max_m, _ = q.shape
-    if max(groups * max_m * scales.stride(1), scales.stride(0)) >= 2**31:
-        scales = scales.contiguous()
-    group, row, k_block = scales.stride()
+    (groups, max_m, k_blocks), strides = scales.shape, scales.stride()
+    group, row, k_block = (stride if size > 1 else 0 for size, stride in zip(scales.shape, strides, strict=True))
+    if max(group, groups * max_m * row, k_blocks * k_block) >= 2**31:
+        return strided(scales.clone(memory_format=torch.contiguous_format))
     return scales, group - max_m * row, k_block, row
 
 

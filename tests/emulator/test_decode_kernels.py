@@ -48,7 +48,7 @@ def split_gate_up(
     ("hidden", "intermediate", "splits"),
     [(128, 256, 1), (768, 128, 1), (1024, 128, 1), (256, 384, 2), (512, 256, 4), (1024, 128, 4)],
 )
-def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
+def test_gathered_rows_copies_and_splits_of_k_have_the_same_bits(
     emulator: Device, counts: list[int], hidden: int, intermediate: int, splits: int, seed: int
 ) -> None:
     gen = h.seeded(seed, CPU)
@@ -58,15 +58,15 @@ def test_gathered_rows_and_splits_of_k_give_the_bits_of_copies(
     copies = x[0][tokens.long() % TOKENS], x[1][tokens.long() % TOKENS]
     products = empty_rows(rows, 2 * intermediate)
 
-    def ops() -> tuple[Quantized, Quantized, TileTensors, SplitK]:
+    def ops() -> tuple[Quantized, Quantized, Quantized, TileTensors, SplitK]:
         tiles = tiles_of_counts(rows.masked_m, rows.max_m, FEW_ROWS)
         grouped_gemm(copies, w13, products, tiles)
-        expected = silu_mul_quant_fp8(products, rows.masked_m)
-        return expected, *split_gate_up(x, w13, tiles, tokens, splits)
+        expected, of_copies = silu_mul_quant_fp8(products, rows.masked_m), gate_up(copies, w13, tiles)
+        return expected, of_copies, *split_gate_up(x, w13, tiles, tokens, splits)
 
-    expected, actual, tiles, _ = emulator.execute(seed, ops)
+    expected, of_copies, actual, tiles, _ = emulator.execute(seed, ops)
     for group, count in enumerate(counts):
-        for got, wanted in zip(actual, expected, strict=True):
+        for got, wanted in zip((*actual, *of_copies), expected * 2, strict=True):
             assert h.same_bits(got[group, :count], wanted[group, :count]), f"expert {group}"
             assert h.untouched(got[group, count:]), f"expert {group}"
     assert tiles.done_counters is not None

@@ -88,7 +88,7 @@ def test_a_small_batch_has_the_bits_of_block_fp8(
     h.force_step(monkeypatch, width=8 if tokens <= 8 else 16)
     wanted = emulator.execute(seed, lambda: fused_moe(x, *fp8, *routing))
     out = emulator.execute(seed, lambda: packed_moe(x, packed, *routing))
-    one_k_block = intermediate == GROUP  # two teams of warps take K blocks in turn, which rounds sums of more otherwise
+    one_k_block = intermediate == GROUP  # sums of more are rounded in another order: two teams of warps take turns
     torch.testing.assert_close(out, wanted, rtol=0 if one_k_block else 2**-7, atol=0)
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
 
@@ -113,7 +113,7 @@ def with_chosen_experts(x: torch.Tensor, layer: h.Layer, routing: h.Quantized, *
     return routed_moe(x, *layer, logits, 2, **form)
 
 
-SORTED = [{"tile": FEW_ROWS}, {"tile": UNTAILED}]
+SORTED = [{"tile": FEW_ROWS}, {"tile": FEW_ROWS, "copies": True}, {"tile": UNTAILED}]
 CALLS = with_shared_expert, of_one_of_two_ranks, with_chosen_experts
 
 
@@ -124,7 +124,8 @@ CALLS = with_shared_expert, of_one_of_two_ranks, with_chosen_experts
 def test_every_kind_of_call_has_the_bits_of_block_fp8(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, call: Callable[..., torch.Tensor], step: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(sm90_layer, "PACKED_COPIES_FROM", 0)
+    step = dict(step)
+    monkeypatch.setattr(sm90_layer, "PACKED_COPIES_FROM", 0 if step.pop("copies", False) else 2**30)
     tokens = 7 if "width" in step else 140
     gen, experts = h.seeded(0, CPU), random_experts(h.seeded(0, CPU), 3, 256, 128, SPAN)
     x, routing = h.random_tokens(gen, tokens, 256), h.random_routing(gen, "distinct", tokens, 2, 3)
@@ -161,7 +162,7 @@ def run_batched(emulator: Device, seed: int, rows: Slabs, layer: h.Layer, expect
     [
         ([130, 0, 64, 1], (384, 256), SPAN, True, 1),
         ([9, 300, 70, 0], (256, 384), 0, True, 2),
-        ([141, 17], (896, 128), 11, False, 1),  # max_m is a multiple of 4: scales are read in place, or copied
+        ([141, 17], (896, 128), 11, False, 1),  # max_m is a multiple of 4: kernels for many rows read scales in place
     ],
 )
 def test_batched_experts_have_the_bits_of_block_fp8(

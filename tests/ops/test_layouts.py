@@ -206,7 +206,12 @@ def test_scales_of_k_blocks_that_are_far_apart_are_copied() -> None:
 
 
 def test_scales_of_rows_that_are_far_apart_are_copied() -> None:
-    q = torch.empty(4, 2, 256, dtype=h.FP8, device="meta")
-    for apart, strides in ((2**27, (2 - 2**28, 1, 2**27)), (2**28, (0, 1, 2))):
-        memory = torch.empty(apart + 8, device="meta")
-        assert strided(q, memory.as_strided((4, 2, 2), (2, apart, 1)))[1:] == strides
+    memory = torch.empty(2**32, device="meta")
+    for sizes, apart, expected in (
+        ((4, 2, 2), (2, 2**27, 1), (2 - 2**28, 1, 2**27)),
+        ((4, 2, 2), (2, 2**28, 1), (0, 1, 2)),
+        ((4, 2, 2), (2, 1, 2**31), (0, 1, 2)),
+        ((4, 1, 2), (2, 2**31, 1), (2, 1, 0)),
+        ((1, 2, 2), (2**31, 2, 1), (-4, 1, 2)),
+    ):
+        assert strided(memory.as_strided(sizes, apart))[1:] == expected

@@ -15,6 +15,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     SMALL_BATCH_STAGES,
     down_small_batch_key,
     gate_up_small_batch_key,
+    permute_key,
 )
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, plan_batched, plan_grouped
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, plan_layer
@@ -174,6 +175,19 @@ def test_tiles_are_short_up_to_40_rows_an_expert():
 def test_longer_steps_of_models_take_what_was_measured(shape, tokens, choices):
     step = sorted_step(shape, tokens)
     assert (step.gathers, step.k_splits, step.pdl_down, step.keep_b) == choices
+
+
+@pytest.mark.parametrize(
+    ("tokens", "intermediate", "local", "gathers"),
+    [(682, 1024, 256, True), (683, 1024, 256, False), (1366, 512, 32, False), (1365, 512, 32, True)],
+)
+def test_packed_experts_of_many_channels_read_copies(tokens, intermediate, local, gathers):
+    """By the rows of each expert of all ranks; tokens that arrive quantized are copied by another kernel."""
+    spec = LayerSpec(MoeShape(6, 4096, intermediate, local, 256), weights=PACKED_MXFP4)
+    steps = [plan_layer(each, tokens) for each in (spec, spec._replace(quantized=True))]
+    assert [step.tile for step in steps] == [PACKED_FEW_ROWS] * 2
+    assert [step.gathers for step in steps] == [gathers] * 2
+    assert steps[1].quantize == (None if gathers else permute_key())
 
 
 @pytest.mark.parametrize(("n", "k", "columns"), [(7168, 128, 8), (7168, 256, 4), (2048, 768, 2), (7168, 2048, 1)])
