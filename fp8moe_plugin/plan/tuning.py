@@ -9,8 +9,7 @@ first sentence of a comment says what a constant decides. Numbers in brackets ar
 # Measured: layers with 32 and 40 rows per expert take 0.95 to 1.00 of the time of the kernels for many rows, with 48
 # 0.98 to 1.01, with 64 1.07 to 1.28, as many experts then have more than 64 rows and load their weights twice
 # ([073]).
-# Measure again: when the loads of either kind of tile change, or for experts that do not have 256, 768 or 2048
-# channels.
+# Measure again: when the loads of either kind of tile change, or for channels other than 256, 768 and 2048.
 FEW_ROWS_PER_EXPERT = 40
 
 # The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
@@ -31,8 +30,7 @@ MXFP4_ROWS_PER_EXPERT = 48
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
 # reading a permuted copy. The kernels for few rows gather, but see `PACKED_COPIES_FROM`.
 # Measured: GEMM 1 and quantize together gain 18% at TP8 (256 channels) with 4096 tokens and 4% at Qwen3 (768); a
-# layer at EP1 (2048) gains 1% after a pause and loses 1.5% in steady state. No size between 768 and 2048 was measured
-# ([009]).
+# layer at EP1 (2048) gains 1% after a pause and loses 1.5% in steady state ([009]).
 # Measure again: when the scales of several K blocks are copied at once, or for a model with 1024 to 2048 channels.
 GATHER_UP_TO = 1024
 
@@ -43,10 +41,8 @@ GATHER_UP_TO = 1024
 # Measure again: between 13 and 23 thousand, on an H100, or when either way of loading tokens changes.
 PACKED_COPIES_FROM = 2**14
 
-# The fewest intermediate channels with which GEMM 2 starts early (PDL), before GEMM 1 has finished, for any number of
-# rows.
-# Measured: Qwen3 (768 channels) gains 1 to 2%, EP1 (2048) 0 to 1%; TP8 (256) in a fixed order loses 1 to 4% with many
-# rows ([011]).
+# The fewest intermediate channels with which GEMM 2 starts early (PDL), before GEMM 1 ends, for any number of rows.
+# Measured: Qwen3 (768 channels) gains 1 to 2%, EP1 (2048) 0 to 1%; TP8 (256) loses 1 to 4% with many rows ([011]).
 # Measure again: when the claim of a tile gets cheaper, or for 384 to 640 channels, which were not measured.
 EARLY_FROM = 768
 

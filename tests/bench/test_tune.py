@@ -59,7 +59,7 @@ def test_each_threshold_has_steps_and_its_default() -> None:
 def test_times_that_do_not_differ_leave_the_defaults(default: GpuTuning) -> None:
     found = tuned(lambda name, tokens, plan: float(tokens), default)
     assert found.tuning == default
-    assert found.steps == 96
+    assert found.steps == 101
     assert found.changed == []
 
 

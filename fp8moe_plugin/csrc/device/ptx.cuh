@@ -140,7 +140,7 @@ DEVICE void tma_load_by_one_lane(u32 to, const TensorMap* map, u32 barrier, int 
         "l"(map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
-// The same, to all blocks of the cluster whose bits are set in `blocks`: to that place in the shared memory of each,
+// tma_load to all blocks of the cluster whose bits are set in `blocks`: to that place in the shared memory of each,
 // and onto its barrier there.
 DEVICE void tma_load_to_cluster(u32 to, const TensorMap* map, u32 barrier, int column, int row, u16 blocks) {
     asm volatile(
@@ -149,7 +149,7 @@ DEVICE void tma_load_to_cluster(u32 to, const TensorMap* map, u32 barrier, int c
         "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
         : "memory");
 }
-// The same for a map of four dimensions, innermost first.
+// tma_load of a map of four dimensions, innermost first.
 DEVICE void tma_load_4d(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z, int w) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
