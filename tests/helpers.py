@@ -29,6 +29,7 @@ from fp8moe_plugin.ops import push as push_op
 from fp8moe_plugin.ops.quantize import per_token_group_quant_fp8
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 from fp8moe_plugin.plan.parameters import ARGUMENTS
+from fp8moe_plugin.plan.sm90 import layer as sm90_layer
 from fp8moe_plugin.plan.sm90 import push
 from fp8moe_plugin.plan.sm90.catalog import dense_variant
 from fp8moe_plugin.plan.sm90.dense import DensePlan, many_rows, tiled
@@ -333,13 +334,18 @@ def plan_step(shape: MoeShape, tokens: int, ue8m0: bool = False, multiprocessors
     return plan_layer(LayerSpec(shape, ue8m0=ue8m0, batch_invariant=batch_invariant()), tokens, multiprocessors)
 
 
-def force_step(patch: pytest.MonkeyPatch, *, width: int = 0, tile: RowTile | None = None) -> list[StepPlan]:
+def force_step(
+    patch: pytest.MonkeyPatch, *, width: int = 0, tile: RowTile | None = None, copies: bool | None = None
+) -> list[StepPlan]:
     """Layers take other plans than the fastest. Returns the list to which each plan is added as a layer takes it.
 
     Args:
         width: the small-batch kernels of up to this number of tokens; 0: none of them.
         tile: of rows otherwise; None: as ever.
+        copies: packed experts of few rows read copies of their tokens, or gather them; None: as ever.
     """
+    if copies is not None:
+        patch.setattr(sm90_layer, "PACKED_COPIES_FROM", 0 if copies else 2**30)
 
     def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> StepPlan:
         if width:

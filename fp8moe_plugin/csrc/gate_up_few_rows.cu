@@ -144,7 +144,7 @@ struct TokenLoads : StepsOfTile {
             if (row < rows && row % box_rows == 0) tma_load(shared.tokens(s, row), x, full, k * kBlockK, token[i]);
         }
     }
-    // One lane loads all rows. That takes fewer instructions, of which math warps that decode leave few.
+    // One lane loads all rows, which takes fewer instructions: math warps that decode need nearly all issue slots.
     DEVICE void load_at_once(SharedMemory shared, int s, u32 full, int k) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i)

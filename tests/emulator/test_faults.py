@@ -329,7 +329,7 @@ def packed_layer(emulator: Device, seed: int) -> None:
 
 def packed_few_rows_of_copies(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "PACKED_COPIES_FROM", 0)
+        h.force_step(patch, copies=True)
         assert run_packed_layer(emulator, seed, 13) <= MOST_ERROR
 
 

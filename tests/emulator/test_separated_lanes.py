@@ -15,8 +15,7 @@ from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import dense
-from fp8moe_plugin.plan.sm90 import layer as sm90_layer
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED
 from tests import faults
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -50,12 +49,11 @@ def layer(**step: Any) -> Run:
     return run
 
 
-def packed_layer(tile: RowTile, copies: bool = True) -> Run:
-    """Experts whose first GEMM reads copies of their tokens, or gathers them."""
+def packed_layer(**step: Any) -> Run:
+    """Experts of a few tokens, in the step that `force_step` makes."""
 
     def run(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
-        patch.setattr(sm90_layer, "PACKED_COPIES_FROM", 0 if copies else 2**30)
-        h.force_step(patch, tile=tile)
+        h.force_step(patch, **step)
         x, experts = h.random_tokens(gen, ROWS, K), random_experts(gen, GROUPS, K, N, 0).packed()
         routing = h.random_routing(gen, "distinct", ROWS, 1, GROUPS)
         return lambda: packed_moe(x, experts, *routing)
@@ -162,9 +160,9 @@ LOOPS: dict[str, Run] = {
 CALLS: dict[str, Run] = {
     "sorted layer of few rows": layer(tile=FEW_ROWS),
     "sorted layer of many rows": layer(tile=MANY_ROWS),
-    "sorted layer of few rows of packed weights": packed_layer(FEW_ROWS, copies=False),
-    "the same with copies of tokens": packed_layer(FEW_ROWS),
-    "sorted layer of many rows of packed weights": packed_layer(UNTAILED),
+    "sorted layer of few rows of packed weights": packed_layer(tile=FEW_ROWS, copies=False),
+    "the same with copies of tokens": packed_layer(tile=FEW_ROWS, copies=True),
+    "sorted layer of many rows of packed weights": packed_layer(tile=UNTAILED),
     "small batch": layer(width=8),
     "batched experts": batched_experts,
     "dense layer of few rows": dense_layer(lambda m, n, sms: dense.few_rows(m, n, 2)),

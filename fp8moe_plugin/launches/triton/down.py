@@ -6,7 +6,6 @@ from fp8moe_plugin.jit.launch import Address, Launch
 from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.launches.triton.kernels import (
     ROW_TILES_AT_ONCE,
-    ScaleStrides,
     TileTable,
     steps_of,
     triton_gemm_launch,
@@ -19,7 +18,6 @@ def triton_down_launch(key: TritonKey, a: Rows, w2: Weights, out: Address, tiles
     """Returns the launch of GEMM 2 of the experts."""
     if w2.format is not PACKED_MXFP4:
         return triton_gemm_launch(key, a, w2, out, tiles)
-    strides = ScaleStrides.of(a)
     return triton_launch(
         key,
         tiles.tiles * (w2.n // GROUP),
@@ -32,9 +30,9 @@ def triton_down_launch(key: TritonKey, a: Rows, w2: Weights, out: Address, tiles
         num_tiles=tiles.num_tiles,
         n=w2.n,
         k=w2.k,
-        a_scale_row=strides.row,
-        a_scale_group=strides.group,
-        a_scale_k_block=strides.k_block,
+        a_scale_row=a.scale_row,
+        a_scale_group=a.scale_group,
+        a_scale_k_block=a.scale_k_block,
         group_m=ROW_TILES_AT_ONCE,
         bias=w2.bias,
         **steps_of(w2),

@@ -42,18 +42,6 @@ def steps_of(b: Weights) -> dict[str, Argument]:
     return {"steps": b.k // GROUP + b.further_steps} if b.format is PACKED_MXFP4 else {}
 
 
-class ScaleStrides(NamedTuple):
-    """The strides of the scales of rows, in elements."""
-
-    row: int
-    group: int  # added to the stride of the group's rows
-    k_block: int
-
-    @classmethod
-    def of(cls, rows: Rows) -> "ScaleStrides":
-        return cls(rows.scale_row, rows.scale_group, rows.scale_k_block)
-
-
 class TritonRouting(NamedTuple):
     """The row of each (token, expert) pair."""
 
@@ -174,7 +162,6 @@ def triton_gate_up_launch(
 
     With `a_rows`, row i reads row `a_rows[i]` of `a`, whose scales are row-major.
     """
-    strides = ScaleStrides.of(a)
     return triton_launch(
         key,
         tiles.tiles * (out.k // GROUP),
@@ -189,9 +176,9 @@ def triton_gate_up_launch(
         num_tiles=tiles.num_tiles,
         channels=out.k,
         k=w13.k,
-        a_scale_row=strides.row,
-        a_scale_group=strides.group,
-        a_scale_k_block=strides.k_block,
+        a_scale_row=a.scale_row,
+        a_scale_group=a.scale_group,
+        a_scale_k_block=a.scale_k_block,
         scale_k_block=out.scale_k_block,
         gathered=int(a_rows != 0),
         group_m=ROW_TILES_AT_ONCE,
@@ -215,7 +202,7 @@ def triton_gemm_launch(
 
     `a_rows`: see `triton_gate_up_launch`.
     """
-    strides, sizes = ScaleStrides.of(a), dict(key.defines)
+    sizes = dict(key.defines)
     row_tiles = tiles.tiles if tiles else ceil_div(a.rows, sizes["BLOCK_M"])
     return triton_launch(
         key,
@@ -232,9 +219,9 @@ def triton_gemm_launch(
         m=a.rows,
         n=b.n,
         k=b.k,
-        a_scale_row=strides.row,
-        a_scale_group=strides.group,
-        a_scale_k_block=strides.k_block,
+        a_scale_row=a.scale_row,
+        a_scale_group=a.scale_group,
+        a_scale_k_block=a.scale_k_block,
         gathered=int(a_rows != 0),
         added=int(c != 0),
         grouped=int(tiles is not None),
