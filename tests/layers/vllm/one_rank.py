@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
+import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import DPMetadata
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -16,6 +18,7 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.fp8_channel import FP8_CHANNEL
 from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.formats.spec import ONLINE, QuantSpec
+from fp8moe_plugin.layers.vllm import gather
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig, moe_method
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.model_state import ModelState
@@ -27,6 +30,12 @@ FP8 = QuantSpec(FP8_BLOCK)
 RECODED = QuantSpec(FP8_BLOCK, recoded_from=MXFP4)
 PACKED = QuantSpec(PACKED_MXFP4, recoded_from=MXFP4)
 ROWS = QuantSpec(FP8_CHANNEL, scale="weight_scale", dense=FP8_CHANNEL)
+
+
+def step_of(patch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """Make vLLM say that each rank has so many tokens in this step."""
+    context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(sizes), sizes))
+    patch.setattr(gather, "get_forward_context", lambda: context)
 
 
 class Layer(RoutedExperts):

@@ -23,6 +23,7 @@ from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_man
 
 from fp8moe_plugin.ops import per_token_group_quant_fp8
 from tests import helpers as h
+from tests.layers.vllm.one_rank import step_of
 from tests.layers.vllm.test_config import experts_of, moe_layer
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 2, 2048, 128  # DeepEP's low-latency mode knows no smaller hidden size
@@ -138,7 +139,12 @@ def make_ranks(gen: torch.Generator, tokens: tuple[int, int], routing: str) -> l
 
 
 def run_rank(
-    layer: h.Layer, rank: int, ranks: list[Rank], dispatch: mk.FusedMoEPrepareAndFinalize, ue8m0: bool
+    patch: pytest.MonkeyPatch,
+    layer: h.Layer,
+    rank: int,
+    ranks: list[Rank],
+    dispatch: mk.FusedMoEPrepareAndFinalize,
+    ue8m0: bool,
 ) -> None:
     """The layer on one rank, built and called by our method."""
     mine = slice(rank * LOCAL, (rank + 1) * LOCAL)
@@ -152,6 +158,7 @@ def run_rank(
     experts = experts_of(batched, ue8m0)(moe_config=moe_layer(**sizes), quant_config=scales, **capacity)
     expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32, device=w13.device)
     expert_map[mine] = torch.arange(LOCAL, dtype=torch.int32, device=w13.device)
+    step_of(patch, [len(of.x) for of in ranks])
     mk.FusedMoEKernel(dispatch, experts).apply(
         ranks[rank].x,
         w13,
@@ -174,7 +181,7 @@ def assert_like_the_layer(layer: h.Layer, ranks: list[Rank], ue8m0: bool) -> Non
 
 
 @pytest.mark.parametrize(("tokens", "routing"), STEPS)
-def test_slabs_of_the_low_latency_mode(device, prepare_finalize, tokens, routing):
+def test_slabs_of_the_low_latency_mode(monkeypatch, device, prepare_finalize, tokens, routing):
     """Scales are column-major float32, as in DeepEP for TMA; rows past a count must not affect the result."""
     gen = h.seeded(0, device)
     layer, ranks = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), make_ranks(gen, tokens, routing)
@@ -182,12 +189,12 @@ def test_slabs_of_the_low_latency_mode(device, prepare_finalize, tokens, routing
     for rank in range(RANKS):
         buffer = LowLatencyBuffer(ranks, rank)
         dispatch = mode(buffer, MOST_TOKENS, RANKS, use_fp8_dispatch=True)
-        run_rank(layer, rank, ranks, dispatch, ue8m0=False)
+        run_rank(monkeypatch, layer, rank, ranks, dispatch, ue8m0=False)
     assert_like_the_layer(layer, ranks, ue8m0=False)
 
 
 @pytest.mark.parametrize(("tokens", "routing", "ue8m0"), [*((*step, False) for step in STEPS), (*STEPS[0], True)])
-def test_rows_of_the_high_throughput_mode(device, prepare_finalize, tokens, routing, ue8m0):
+def test_rows_of_the_high_throughput_mode(monkeypatch, device, prepare_finalize, tokens, routing, ue8m0):
     """Ids are int64 and global, `-1` for an expert of another rank; a rank may get no token at all."""
     gen = h.seeded(0, device)
     layer, ranks = h.random_layer(gen, EXPERTS, HIDDEN, INTERMEDIATE), make_ranks(gen, tokens, routing)
@@ -195,5 +202,5 @@ def test_rows_of_the_high_throughput_mode(device, prepare_finalize, tokens, rout
     for rank in range(RANKS):
         buffer = HighThroughputBuffer(ranks, rank)
         dispatch = mode(buffer, num_dispatchers=RANKS, dp_size=RANKS, rank_expert_offset=rank * LOCAL)
-        run_rank(layer, rank, ranks, dispatch, ue8m0)
+        run_rank(monkeypatch, layer, rank, ranks, dispatch, ue8m0)
     assert_like_the_layer(layer, ranks, ue8m0)

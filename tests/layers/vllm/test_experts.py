@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.vllm.config import Fp8MoeConfig
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.gather import QuantizedGather
@@ -28,6 +29,7 @@ from fp8moe_plugin.ops import batched_experts, fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.quantize import quantize_tokens
 from tests import helpers as h
+from tests.layers.vllm.one_rank import step_of
 from tests.layers.vllm.test_config import experts_of, moe_layer
 from tests.mxfp4 import random_experts
 
@@ -73,7 +75,8 @@ def test_the_standard_experts_take_quantized_tokens():
     assert h.same_bits(out, fused_moe(x, *layer, weights, ids))
 
 
-def test_the_batched_experts_are_the_batched_op():
+def test_the_batched_experts_are_the_batched_op(monkeypatch):
+    step_of(monkeypatch, [TOKENS, TOKENS])
     gen = h.seeded(0, torch.device("cpu"))
     layer, rows = h.random_layer(gen, EXPERTS, SIZE, SIZE), h.random_quantized(gen, EXPERTS, 2 * TOKENS, SIZE)
     _, ids = h.random_routing(gen, "distinct", TOKENS, TOPK, EXPERTS)
@@ -82,6 +85,19 @@ def test_the_batched_experts_are_the_batched_op():
     out = apply(build(layer, True), layer, rows[0], a1q_scale=rows[1], topk_ids=ids, expert_tokens_meta=meta)
     expected = batched_experts(*rows, *layer, counts, expected_m=1, out=torch.zeros_like(out))
     assert h.same_bits(out, expected)
+
+
+@pytest.mark.parametrize(("sizes", "expected_m"), [((1, 1), 1), ((1, 3), 2), ((3, 1), 2), ((TOKENS, TOKENS), 3)])
+def test_the_batched_experts_expect_the_rows_of_the_step(monkeypatch, sizes, expected_m):
+    """Not those of the slabs, which have room for the tokens of any step."""
+    called = []
+    monkeypatch.setattr(Experts, "run_batched", lambda _, x, scale, counts, rows, out: called.append(rows))
+    step_of(monkeypatch, list(sizes))
+    layer = h.random_layer(h.seeded(0, torch.device("cpu")), EXPERTS, SIZE, SIZE)
+    slabs, ids = torch.zeros(EXPERTS, 2 * TOKENS, SIZE), torch.zeros(sizes[0], TOPK, dtype=torch.int32)
+    meta = mk.ExpertTokensMetadata(expert_num_tokens=torch.zeros(EXPERTS), expert_num_tokens_cpu=None)
+    apply(build(layer, True), layer, slabs, topk_ids=ids, expert_tokens_meta=meta)
+    assert called == [expected_m]
 
 
 class Slabs(mk.FusedMoEPrepareAndFinalizeModular):
@@ -117,7 +133,8 @@ class Slabs(mk.FusedMoEPrepareAndFinalizeModular):
 
 
 @pytest.mark.parametrize("weights", [FP8_BLOCK, PACKED_MXFP4], ids=str)
-def test_vllms_kernel_calls_the_batched_experts(workspaces, weights):
+def test_vllms_kernel_calls_the_batched_experts(monkeypatch, workspaces, weights):
+    step_of(monkeypatch, [TOKENS, TOKENS])
     gen = h.seeded(0, torch.device("cpu"))
     packed = random_experts(gen, EXPERTS, SIZE, SIZE, SPAN).packed()
     layer = packed if weights is PACKED_MXFP4 else h.random_layer(gen, EXPERTS, SIZE, SIZE)

@@ -20,7 +20,7 @@ from fp8moe_plugin.ops import fused_moe, per_token_group_quant_fp8
 from fp8moe_plugin.plan.spec import Arrival
 from tests import helpers as h
 from tests.layers.experts import make_checkpoint
-from tests.layers.vllm.one_rank import Layer
+from tests.layers.vllm.one_rank import Layer, step_of
 from tests.layers.vllm.test_config import experts_of, moe_layer
 
 pytestmark = pytest.mark.seam
@@ -78,9 +78,7 @@ def run_rank(
     mine, group = slice(rank * LOCAL, (rank + 1) * LOCAL), Group(ranks, rank, ue8m0)
     for module in (gather, naive_dp_ep):
         monkeypatch.setattr(module, "get_ep_group", lambda: group)
-    sizes = [len(x) for x, _, _ in ranks]
-    context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(sizes), sizes))
-    monkeypatch.setattr(gather, "get_forward_context", lambda: context)
+    step_of(monkeypatch, [len(x) for x, _, _ in ranks])
     w13, w13_scale, w2, w2_scale = (tensor[mine].contiguous() for tensor in layer)
     scales = fp8_w8a8_moe_quant_config(w1_scale=w13_scale, w2_scale=w2_scale, block_shape=[128, 128])
     parallel = FusedMoEParallelConfig.make_no_parallel()

@@ -8,15 +8,15 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm.forward_context import DPMetadata
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.layers.vllm import gather, push
+from fp8moe_plugin.layers.vllm import push
 from fp8moe_plugin.layers.vllm.push import PushedExperts, pushed_experts
 from tests import helpers as h
 from tests.checkpoint.test_model import V3, describe
+from tests.layers.vllm.one_rank import step_of
 from warmup.all_to_all import all_to_all
 
 pytestmark = pytest.mark.seam
@@ -66,16 +66,14 @@ def test_it_is_off_by_default(plugin_log):
 
 @pytest.mark.parametrize(("sizes", "fits"), [([8, 1], True), ([9, 1], False)])
 def test_all_ranks_agree_on_the_steps_that_fit(monkeypatch, sizes, fits):
-    context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(sizes), sizes))
-    monkeypatch.setattr(gather, "get_forward_context", lambda: context)
+    step_of(monkeypatch, sizes)
     experts = PushedExperts(SimpleNamespace(), SimpleNamespace(rows=8), torch.zeros(0))
     assert [experts.fits(tokens) for tokens in sizes] == [fits, fits]
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [([0, 3], 3), ([0, 0], 1)])
 def test_all_ranks_call_with_the_longest_of_them(monkeypatch, sizes, rows):
-    context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(sizes), sizes))
-    monkeypatch.setattr(gather, "get_forward_context", lambda: context)
+    step_of(monkeypatch, sizes)
     experts = SimpleNamespace(run_pushed=lambda window, owners, rows, *tensors: rows)
     called = PushedExperts(experts, SimpleNamespace(rows=8), torch.zeros(0)).run(*[torch.zeros(0)] * 4)
     assert called == rows
