@@ -37,9 +37,9 @@ from fp8moe_plugin.plan.sm90.layer import (
     SmallBatchStep,
     StepPlan,
     plan_layer,
-    row_tile,
     small_batch_step,
     sorted_step,
+    tile_of_step,
 )
 from fp8moe_plugin.plan.sm90.tiles import RowTile
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape, Output
@@ -350,7 +350,7 @@ def force_step(
     def plan(spec: LayerSpec, tokens: int, multiprocessors: int) -> StepPlan:
         if width:
             return small_batch_step(spec, tokens, width, multiprocessors)
-        return sorted_step(spec, tokens, tile or row_tile(spec, tokens), multiprocessors)
+        return sorted_step(spec, tokens, tile or tile_of_step(spec, tokens), multiprocessors)
 
     return force_layer(patch, plan)
 

@@ -4,16 +4,16 @@ They affect the speed of a step and, where they split a sum over K, its low-orde
 first sentence of a comment says what a constant decides. Numbers in brackets are records in docs/experiments.
 """
 
-# The most rows per expert, on average, for which a step or a masked or psum GEMM runs the kernels for few rows, which
-# stream the weights, instead of those for many rows.
+# The most rows per expert, on average, for which a step, batched experts, or a masked or psum GEMM run the kernels for
+# few rows, which stream the weights. Of batched experts and of these GEMMs, the rows that the caller expects.
 # Measured: layers with 32 and 40 rows per expert take 0.95 to 1.00 of the time of the kernels for many rows, with 48
-# 0.98 to 1.01, with 64 1.07 to 1.28, as many experts then have more than 64 rows and load their weights twice
-# ([073]).
+# 0.98 to 1.01, with 64 1.07 to 1.28, as many experts then have more than 64 rows and load their weights twice ([073]);
+# batched experts with up to 28 take 0.74 to 1.00, with 32 and 40 0.88 to 1.06 ([129]).
 # Measure again: when the loads of either kind of tile change, or for channels other than 256, 768 and 2048.
 FEW_ROWS_PER_EXPERT = 40
 
 # The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
-# for many rows decode a tile of weights once for up to 128 rows. Of batched experts, the rows that the caller expects.
+# for many rows decode a tile of weights once for up to 128 rows.
 # Measured: the latter take 1.01 to 1.06 of the time of the former in layers of four shapes with 59 and 60 rows per
 # expert, of gpt-oss 0.98; with 64 and 66 0.93 to 1.01, with 72 and 78 0.85 to 0.93 ([128]).
 # Measure again: when either changes, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.

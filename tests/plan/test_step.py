@@ -105,10 +105,13 @@ def test_packed_layers_with_further_steps_are_sorted(change):
     assert step.tile is PACKED_FEW_ROWS
 
 
-def test_tiles_of_batched_packed_experts_follow_the_expected_rows():
-    plans = [plan_batched(h.layer_spec(weights=PACKED_MXFP4), 512, expected_m) for expected_m in (1, 60, 61)]
-    assert [plan.tile for plan in plans] == [PACKED_FEW_ROWS, PACKED_FEW_ROWS, UNTAILED]
-    assert {plan_batched(h.layer_spec(), 512, expected_m).tile for expected_m in (1, 61)} == {MANY_ROWS}
+@pytest.mark.parametrize(
+    ("weights", "most", "few", "many"),
+    [(FP8_BLOCK, 40, FEW_ROWS, MANY_ROWS), (PACKED_MXFP4, 60, PACKED_FEW_ROWS, UNTAILED)],
+)
+def test_tiles_of_batched_experts_follow_the_expected_rows(weights, most, few, many):
+    plans = [plan_batched(h.layer_spec(weights=weights), 512, expected_m) for expected_m in (1, most, most + 1)]
+    assert [plan.tile for plan in plans] == [few, few, many]
 
 
 @pytest.mark.parametrize(

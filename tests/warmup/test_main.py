@@ -206,7 +206,7 @@ def test_list_and_dry_run_compile_nothing(cache: Path, capsys: pytest.CaptureFix
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     assert re.search(
-        r"^missing +grouped_gemm_few_rows +GEMM 2 of the experts in steps of up to 640 tokens",
+        r"^missing +grouped_gemm_few_rows +GEMM 2 of experts in block-FP8 in steps of up to 640 tokens",
         printed[0],
         re.M,
     )

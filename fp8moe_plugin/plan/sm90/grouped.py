@@ -66,7 +66,7 @@ def plan_grouped(
     if grouping.kind is GroupedBy.INDICES:
         scratch = grouped_scratch(rows, rows, MANY_ROWS.rows, indexed=True)
         return GroupedPlan(grouped_key(MANY_ROWS), multiprocessors, MANY_ROWS, 1, scratch)
-    tile = FEW_ROWS if expected_m <= tuning.few_rows_per_expert else MANY_ROWS
+    tile = row_tile(FP8_BLOCK, expected_m, tuning)
     columns = columns_at_once(rows, groups, n, k) if tile.streams_weights else 1
     scratch = grouped_scratch(rows, groups, tile.rows, indexed=False)
     return GroupedPlan(grouped_key(tile), multiprocessors, tile, columns, scratch)
@@ -81,7 +81,7 @@ def plan_batched(
 ) -> BatchedPlan:
     """Returns the plan for `[experts, max_m]` rows; each expert uses about `expected_m` of its own."""
     _, hidden, intermediate, experts, _ = spec.shape
-    tile = batched_tile(spec.weights, expected_m, tuning)
+    tile = row_tile(spec.weights, expected_m, tuning)
     few_rows, keep_b = tile.streams_weights, tile is MANY_ROWS and keeps_b(expected_m, intermediate, tuning)
     return BatchedPlan(
         spec=spec,
@@ -96,15 +96,18 @@ def plan_batched(
     )
 
 
-def batched_tile(weights: WeightFormat, expected_m: int, tuning: GpuTuning) -> RowTile:
-    """Returns the tiles of batched experts of about `expected_m` rows.
+def row_tile(weights: WeightFormat, rows_per_expert: float, tuning: GpuTuning) -> RowTile:
+    """Returns the tiles of experts of about so many rows, on average over the experts of all ranks."""
+    few, many = (PACKED_FEW_ROWS, UNTAILED) if weights in PACKED_FORMATS else (FEW_ROWS, MANY_ROWS)
+    return few if rows_per_expert <= few_rows_per_expert(weights, tuning) else many
 
-    Those for many rows already stream weights of block FP8 at 4.1 TB/s on an H200, with 8 rows per expert of 32 experts
-    of DeepSeek-V3 (docs/experiments/127-a-warp-that-finishes-tiles.md); smaller experts were not measured in others.
+
+def few_rows_per_expert(weights: WeightFormat, tuning: GpuTuning) -> int:
+    """Returns the most rows per expert for which the kernels for few rows run, which stream the weights.
+
+    With more, too many experts have more rows than a tile of these kernels and load their weights twice.
     """
-    if weights not in PACKED_FORMATS:
-        return MANY_ROWS
-    return PACKED_FEW_ROWS if expected_m <= tuning.packed_few_rows_per_expert else UNTAILED
+    return tuning.packed_few_rows_per_expert if weights in PACKED_FORMATS else tuning.few_rows_per_expert
 
 
 def grouped_key(

@@ -3,6 +3,7 @@
 from fp8moe_plugin.formats.activation import VARIANTS
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
 from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.plan.gpu_tuning import UNTUNED
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
@@ -45,7 +46,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     transpose_scales_key,
 )
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
-from fp8moe_plugin.plan.sm90.layer import few_rows_tokens
+from fp8moe_plugin.plan.sm90.grouped import few_rows_per_expert
 from fp8moe_plugin.plan.sm90.push import may_push_rows
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO, PUSHED_ROWS_RANKS_FROM
@@ -55,21 +56,23 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     """Returns every kernel that a mixture-of-experts layer may launch, with its reason."""
     if arrival is Arrival.PUSHED:
         return _push_kernels(spec)
-    if spec.weights in PACKED_FORMATS:
-        return _packed_kernels(spec, arrival)
-    of_w2 = {"weights": spec.weights, "bias": spec.bias}
-    down, down_keeps_b = (grouped_gemm_key(Output.BF16, keep_b=keep, **of_w2) for keep in (False, True))
-    gemms = {
-        gate_up_key(spec, gather=False): f"GEMM 1 and SwiGLU of experts of more than {GATHER_UP_TO} channels in "
-        f"steps of more than {few_rows_tokens(spec)} tokens: prefill; and of batched experts",
-        down: f"GEMM 2 of the experts in steps of more than {few_rows_tokens(spec)} tokens, and dense GEMMs: prefill",
-        down_keeps_b: f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, in steps of {EARLY_BELOW} or more tokens "
-        "per expert",
-    }
+    gemms = _few_rows_kernels(spec) | _many_rows_kernels(spec)
     if arrival is Arrival.BATCHED:
-        return gemms | _tiles_of_batched_experts()
-    gemms |= _few_rows_kernels(spec) | _permutation(spec, arrival) | _routing_kernels(spec)
-    return gemms if arrival is Arrival.QUANTIZED else gemms | _small_batch_kernels(spec)
+        return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
+    if spec.weights not in PACKED_FORMATS:
+        reason = f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels {_prefill(spec)}, with gathered tokens"
+        gemms |= {gate_up_key(spec, gather=True): reason}
+    found = gemms | _row_major_quantization(spec) | _permutation(spec, arrival) | _routing_kernels(spec)
+    return found if arrival is Arrival.QUANTIZED else found | _small_batch_kernels(spec)
+
+
+def few_rows_tokens(spec: LayerSpec) -> int:
+    """Returns the most tokens of a step for which a layer uses the kernels for few rows, unless tuned otherwise."""
+    return few_rows_per_expert(spec.weights, UNTUNED) * spec.shape.global_experts // spec.shape.topk
+
+
+def _prefill(spec: LayerSpec) -> str:
+    return f"in steps of more than {few_rows_tokens(spec)} tokens: prefill"
 
 
 def _push_kernels(spec: LayerSpec) -> KernelSet:
@@ -99,38 +102,25 @@ def _pushed_rows_kernels(spec: LayerSpec) -> KernelSet:
 
 
 def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
-    """Returns the GEMMs that gather their tokens, and their quantization."""
-    few = few_rows_tokens(spec)
+    """Returns the GEMMs that stream weights."""
+    steps, of = f"in steps of up to {few_rows_tokens(spec)} tokens: decode", f"of experts in {spec.weights.name}"
     return {
-        grouped_gemm_few_rows_key(
-            spec.weights, spec.bias
-        ): f"GEMM 2 of the experts in steps of up to {few} tokens: decode",
-        gate_up_few_rows_key(spec): f"GEMM 1 of the experts and SwiGLU in steps of up to {few} tokens: decode",
-        gate_up_key(spec, gather=True): f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels in steps of "
-        f"more than {few} tokens: prefill, with gathered tokens",
-        **_row_major_quantization(spec),
+        grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 {of} {steps}",
+        gate_up_few_rows_key(spec): f"GEMM 1 {of} and SwiGLU {steps}",
     }
 
 
-def _packed_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
-    """Returns the kernels of a layer with packed weights."""
-    few, of = few_rows_tokens(spec), f"of experts in {spec.weights.name}"
-    small = {} if arrival is Arrival.QUANTIZED else _small_batch_kernels(spec)
-    down = grouped_gemm_key(Output.BF16, weights=spec.weights, bias=spec.bias)
-    gemms = {
-        grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 {of} in steps of up to {few} tokens: decode",
-        gate_up_few_rows_key(spec): f"GEMM 1 {of} and SwiGLU in steps of up to {few} tokens: decode",
-        down: f"GEMM 2 {of} in steps of more than {few} tokens: prefill",
-        gate_up_key(spec, gather=False): f"GEMM 1 {of} and SwiGLU in steps of more than {few} tokens: prefill",
-    }
-    if arrival is Arrival.BATCHED:
-        return gemms | _tiles_of_batched_experts()
-    sorting = _row_major_quantization(spec) | _permutation(spec, arrival) | _routing_kernels(spec)
-    return gemms | sorting | small
-
-
-def _tiles_of_batched_experts() -> KernelSet:
-    return {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
+def _many_rows_kernels(spec: LayerSpec) -> KernelSet:
+    """Returns the GEMMs whose tiles have up to 128 rows and a tail."""
+    steps, of = _prefill(spec), f"of experts in {spec.weights.name}"
+    down, down_keeps_b = (
+        grouped_gemm_key(Output.BF16, keep_b=keep_b, weights=spec.weights, bias=spec.bias) for keep_b in (False, True)
+    )
+    found = {down: f"GEMM 2 {of} {steps}", gate_up_key(spec, gather=False): f"GEMM 1 {of} and SwiGLU {steps}"}
+    if spec.weights in PACKED_FORMATS:
+        return found
+    many = f"in steps of {EARLY_BELOW} or more tokens per expert"
+    return found | {down_keeps_b: f"GEMM 2 of experts of up to {KEEP_B_UP_TO} channels, {many}"}
 
 
 def _permutation(spec: LayerSpec, arrival: Arrival) -> KernelSet:

@@ -33,7 +33,7 @@ from fp8moe_plugin.plan.sm90.constants import (
     SMALL_BATCH_PAIRS,
     Layout,
 )
-from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, grouped_key, keeps_b
+from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, grouped_key, keeps_b, row_tile
 from fp8moe_plugin.plan.sm90.scratch import (
     SmallBatchScratch,
     SortedScratch,
@@ -41,7 +41,7 @@ from fp8moe_plugin.plan.sm90.scratch import (
     small_batch_scratch,
     sorted_scratch,
 )
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED, RowTile, route_chunks
+from fp8moe_plugin.plan.sm90.tiles import RowTile, route_chunks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
@@ -124,23 +124,12 @@ def plan_layer(
     padded_tokens = 0 if only_sorted else small_batch_tokens(spec, tokens, tuning)
     if padded_tokens and small_batch_fits(shape, padded_tokens, multiprocessors):
         return small_batch_step(spec, tokens, padded_tokens, multiprocessors, tuning)
-    return sorted_step(spec, tokens, row_tile(spec, tokens, tuning), multiprocessors, tuning, pushes_rows)
+    return sorted_step(spec, tokens, tile_of_step(spec, tokens, tuning), multiprocessors, tuning, pushes_rows)
 
 
-def row_tile(spec: LayerSpec, tokens: int, tuning: GpuTuning = UNTUNED) -> RowTile:
+def tile_of_step(spec: LayerSpec, tokens: int, tuning: GpuTuning = UNTUNED) -> RowTile:
     """Returns the tiles of a step whose rows are sorted by expert."""
-    few, many = (PACKED_FEW_ROWS, UNTAILED) if spec.weights in PACKED_FORMATS else (FEW_ROWS, MANY_ROWS)
-    return few if tokens <= few_rows_tokens(spec, tuning) else many
-
-
-def few_rows_tokens(spec: LayerSpec, tuning: GpuTuning = UNTUNED) -> int:
-    """Returns the largest number of tokens for which a layer uses the kernels for few rows, which stream the weights.
-
-    With more tokens, too many experts have more rows than a tile of FEW_ROWS and load their weights twice.
-    """
-    packed = spec.weights in PACKED_FORMATS
-    most = tuning.packed_few_rows_per_expert if packed else tuning.few_rows_per_expert
-    return most * spec.shape.global_experts // spec.shape.topk
+    return row_tile(spec.weights, tokens * spec.shape.topk / spec.shape.global_experts, tuning)
 
 
 # ---- small batches -------------------------------------------------------------------------------------------------

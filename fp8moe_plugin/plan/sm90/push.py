@@ -24,7 +24,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     push_sums_key,
     push_tokens_key,
 )
-from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, StepPlan, plan_layer, row_tile
+from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, StepPlan, plan_layer, tile_of_step
 from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS
 from fp8moe_plugin.plan.spec import LayerSpec
 from fp8moe_plugin.plan.tuning import GATHER_UP_TO, PUSHED_ROWS_PER_EXPERT, PUSHED_ROWS_RANKS_FROM
@@ -101,7 +101,7 @@ def pushes_rows(spec: LayerSpec, ranks: int, rows: int, tuning: GpuTuning = UNTU
     """
     wide = spec.shape.intermediate > GATHER_UP_TO
     fits = rows <= most_pushed_rows(ranks, spec.shape.topk, spec.shape.global_experts)
-    return may_push_rows(spec) and wide and fits and row_tile(spec, ranks * rows, tuning) == MANY_ROWS
+    return may_push_rows(spec) and wide and fits and tile_of_step(spec, ranks * rows, tuning) == MANY_ROWS
 
 
 class PushScratch(NamedTuple):
