@@ -254,6 +254,7 @@ def test_an_op_runs_in_a_thread_that_has_made_no_cuda_call() -> None:
 def test_an_op_runs_on_the_current_stream() -> None:
     x = h.random_tokens(h.seeded(0, torch.device("cuda", 0)), 4096, 7168)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         q, _ = per_token_group_quant_fp8(x)

@@ -82,8 +82,10 @@ def open_group() -> Iterator[list[Rank]]:
 
 
 def draw(rank: Rank, tokens: int, seed: int) -> Inputs:
+    """In the rank's stream, which does not wait for the default one."""
     gen = h.seeded(seed, rank.device)
-    return h.random_tokens(gen, tokens, HIDDEN), *h.random_routing(gen, "some_missing", tokens, TOPK, EXPERTS)
+    with rank.current():
+        return h.random_tokens(gen, tokens, HIDDEN), *h.random_routing(gen, "some_missing", tokens, TOPK, EXPERTS)
 
 
 def synchronize(group: list[Rank]) -> None:
@@ -128,6 +130,8 @@ def test_graphs_replay_in_any_order(group: list[Rank]) -> None:
             graphs.append(graph)
         captured.append((inputs, graphs, results, expected))
     other = [torch.zeros((), dtype=torch.int64, device=rank.device) for rank in group]
+    for rank in group:
+        torch.cuda.synchronize(rank.device)
     order = torch.randint(len(CALLS), (STEPS,), generator=torch.Generator().manual_seed(0)).tolist()
     for which in order:
         _, graphs, results, expected = captured[which]
