@@ -194,7 +194,9 @@ def _bundle(facts: Diagnosis) -> Iterator[Finding]:
     if path is None:
         yield Finding(subject="bundle", found="none (FP8MOE_BUNDLE is not set)")
         return
-    facts.bundle = diagnosis.kernel_bundle(path, read_bundle(path))
+    bundle = read_bundle(path)
+    bundle.check()
+    facts.bundle = diagnosis.kernel_bundle(path, bundle)
     yield Finding(subject="bundle", found=str(facts.bundle), ok=True)
 
 

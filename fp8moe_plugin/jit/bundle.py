@@ -76,19 +76,30 @@ class Bundle:
         if key.target != self.manifest.arch:
             raise Missing(f"{self._shown} contains kernels for {self.manifest.arch}, not for {key.target}: {REMEDY}")
         name = entry_name(key, self.manifest.compiler)
-        entry, cubin = self._entries.get(name), self._cubins.get(name)
+        entry = self._entries.get(name)
         if entry is None:
             raise Missing(
                 f"{self._shown} "
                 + ("was made from other kernel sources" if self._has_other_version(key) else "does not contain it")
             )
+        return self._checked(entry)
+
+    def check(self) -> None:
+        """Raises `CacheError` if a cubin is damaged."""
+        try:
+            for entry in self.manifest.kernels:
+                self._checked(entry)
+        except Missing as damage:
+            raise CacheError(f"{damage}: {REMEDY}") from damage
+
+    def _checked(self, entry: Entry) -> bytes:
+        cubin, damaged = self._cubins.get(entry.name), f"{self._shown} is damaged"
         if cubin is None or hashlib.sha256(cubin).hexdigest() != entry.sha256:
-            raise Missing(f"{self._shown} is damaged: the checksum of {name} differs")
+            raise Missing(f"{damaged}: the checksum of {entry.name} differs")
         if len(cubin) != entry.bytes:
-            raise Missing(f"{self._shown} is damaged: the size of {name} differs")
-        fault = cubin_fault(cubin, key.target)
-        if fault:
-            raise Missing(f"{self._shown} is damaged: {name} is {fault}")
+            raise Missing(f"{damaged}: the size of {entry.name} differs")
+        if fault := cubin_fault(cubin, self.manifest.arch):
+            raise Missing(f"{damaged}: {entry.name} is {fault}")
         return cubin
 
     def _has_other_version(self, key: KernelKey) -> bool:

@@ -72,6 +72,11 @@ def test_a_manifest_reaches_no_terminal_raw(
     assert status == 0
     assert f'bundle: {path}, 1 kernels compiled by "nvrtc\\x7f 13\'"' in printed
     assert "b.tar was made from other kernel sources" in printed
+    rewrite(path, lambda name, content: content if "manifest" in name else content[:-1] + b"\xff")
+    status, printed = doctor(capsys)
+    assert status == 1
+    assert "WRONG  bundle: " in printed
+    assert "b.tar is damaged: the checksum of " in printed
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
