@@ -10,6 +10,7 @@ from fp8moe_plugin.jit.atomic import write_output
 from fp8moe_plugin.launches.tuning_file import (
     TuningFile,
     has_no_thresholds,
+    made_for,
     plugin_version,
     read_tuning,
     tuning_path,
@@ -84,6 +85,8 @@ def findings(facts: Diagnosis) -> Iterator[Finding]:
     path = tuning_path()
     if path is None:
         return
+    if not facts.gpus:
+        yield Finding(subject="tuning", found=f"{shown_text(path)} is for {made_for(path)}; there is no GPU here")
     for name in dict.fromkeys(gpu.name for gpu in facts.gpus if gpu.served and gpu.backend == "triton"):
         yield Finding(subject="tuning", found=has_no_thresholds(name))
     for name in dict.fromkeys(gpu.name for gpu in facts.gpus if gpu.served and gpu.backend == "sm90"):

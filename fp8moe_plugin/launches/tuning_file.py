@@ -24,6 +24,9 @@ class MadeFor(BaseModel):
     gpu: str  # name
     version: str  # of the plugin
 
+    def __str__(self) -> str:
+        return f"{shown_text(self.gpu)} and version {shown_text(self.version)} of the plugin"
+
 
 class TunedStep(BaseModel):
     """A measured step whose plan the tuning changes."""
@@ -84,22 +87,24 @@ def read_tuning(path: Path, gpu: str) -> TuningFile | str:
     Raises:
         UnsupportedError: it cannot be read, or `fp8moe-warmup tune` of this version did not write it.
     """
+    file, version = made_for(path), plugin_version()
+    if (file.gpu, file.version) != (gpu, version):
+        return f"it is for {file}, and this is {shown_text(gpu)} and {version}"
+    return _parsed(TuningFile, path)
+
+
+def made_for(path: Path) -> MadeFor:
+    """Returns the GPU and the version that a tuning file is for. Raises `UnsupportedError`, see `read_tuning`."""
+    return _parsed(MadeFor, path)
+
+
+def _parsed(kind: type[Kind], path: Path) -> Kind:
     try:
-        content = path.read_bytes()
+        return kind.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UnsupportedError(
             f"FP8MOE_TUNING is {shown_text(path)}, which cannot be read: {error.strerror}. Correct or unset it."
         ) from error
-    made_for, version = _parsed(MadeFor, content, path), plugin_version()
-    if (made_for.gpu, made_for.version) != (gpu, version):
-        kind, of_file = shown_text(made_for.gpu), shown_text(made_for.version)
-        return f"it is for {kind} and version {of_file} of the plugin, and this is {shown_text(gpu)} and {version}"
-    return _parsed(TuningFile, content, path)
-
-
-def _parsed(kind: type[Kind], content: bytes, path: Path) -> Kind:
-    try:
-        return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{part}: " for part in first["loc"])

@@ -126,9 +126,8 @@ def test_the_doctor_says_whether_the_file_is_used(
         H200: f"ok     tuning: {path}: few_rows_per_expert 128 (default 40), ",
         "NVIDIA H20": f"       tuning: {path} is not used: it is for NVIDIA H200 ",
     }
-    assert [line.startswith(used[name]) for line, name in zip(lines, dict.fromkeys(names), strict=True)] == [
-        True
-    ] * len(set(names))
+    wanted = [used[name] for name in dict.fromkeys(names)] or [f"       tuning: {path} is for NVIDIA H200 and version "]
+    assert [line.startswith(start) for line, start in zip(lines, wanted, strict=True)] == [True] * len(wanted)
 
 
 def test_the_doctor_advises_tuning_only_where_possible(
@@ -146,12 +145,13 @@ def test_the_doctor_advises_tuning_only_where_possible(
     assert [line.strip()[:56] for line in lines] == ["tuning: FP8MOE_TUNING has no effect on NVIDIA L40S, whic"]
 
 
+@pytest.mark.parametrize("names", [[H200], []])
 def test_a_file_of_something_else_is_wrong(
-    clock: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    clock: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     path = clock / "fp8moe-tuning.json"
     path.write_text(json.dumps({"gpu": H200}))
-    gpus = [Gpu(ordinal=0, name=H200, **HOPPER)]
+    gpus = [Gpu(ordinal=0, name=name, **HOPPER) for name in names]
     monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="13.0"), gpus))
     set_variables(monkeypatch, FP8MOE_TUNING=str(path))
     assert main(["doctor"]) == 1
