@@ -55,7 +55,7 @@ def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> l
     if len(fitting) == 1:
         return [f"{start} Only {fitting[0]} fits."]
     rows = model.experts.topk * dp / model.experts.experts  # of an expert, for each token
-    turn, limit = int(MXFP4_ROWS_PER_EXPERT / rows), f"{MXFP4_ROWS_PER_EXPERT} rows per expert"
+    turn, limit = int(MXFP4_ROWS_PER_EXPERT / rows), f"{MXFP4_ROWS_PER_EXPERT} rows per expert on an H200"
     longest = f"of {tokens:,} tokens ({round(rows * tokens, 1):g} rows)"
     if tokens <= turn:
         return [
