@@ -4,16 +4,21 @@ They affect the speed of a step and, where they split a sum over K, its low-orde
 first sentence of a comment says what a constant decides. Numbers in brackets are records in docs/experiments.
 """
 
-# The most rows per expert, on average, for which a step, batched experts, or a masked or psum GEMM run the kernels for
-# few rows, which stream the weights. Of batched experts and of these GEMMs, the rows that the caller expects.
+# The most rows per expert, on average, for which a step or a masked or psum GEMM runs the kernels for few rows, which
+# stream the weights, instead of those for many rows.
 # Measured: layers with 32 and 40 rows per expert take 0.95 to 1.00 of the time of the kernels for many rows, with 48
-# 0.98 to 1.01, with 64 1.07 to 1.28, as many experts then have more than 64 rows and load their weights twice ([073]);
-# batched experts with up to 28 take 0.74 to 1.00, with 32 and 40 0.88 to 1.06 ([129]).
+# 0.98 to 1.01, with 64 1.07 to 1.28, as many experts then have more than 64 rows and load their weights twice ([073]).
 # Measure again: when the loads of either kind of tile change, or for channels other than 256, 768 and 2048.
 FEW_ROWS_PER_EXPERT = 40
 
+# The most rows that a caller of batched experts may expect for the same, if `FEW_ROWS_PER_EXPERT` is not less.
+# Measured: with up to 28 rows they take 0.74 to 1.00 of the time of the kernels for many rows, with 32 and 40 in
+# DeepEP's layout of scales 0.97 to 1.06 ([129]).
+# Measure again: with `FEW_ROWS_PER_EXPERT`, or if the scales of a row are next to each other: 0.88 to 1.01 there.
+BATCHED_FEW_ROWS = 28
+
 # The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
-# for many rows decode a tile of weights once for up to 128 rows.
+# for many rows decode a tile of weights once for up to 128 rows. Of batched experts, the rows that the caller expects.
 # Measured: the latter take 1.01 to 1.06 of the time of the former in layers of four shapes with 59 and 60 rows per
 # expert, of gpt-oss 0.98; with 64 and 66 0.93 to 1.01, with 72 and 78 0.85 to 0.93 ([128]).
 # Measure again: when either changes, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
@@ -86,15 +91,12 @@ PACKED_WIDE_BATCH_BYTES = 2**27
 MIN_K_BLOCKS = 4
 
 # How many SMs gate_up_small_batch leaves idle, because the GPCs do not divide evenly into clusters of eight.
-# Measured: an H200 has room for 15 clusters of eight, one block per SM; the 16th waits until another one has
-# finished: 22 us instead of 17.9 and 95 instead of 82 ([021]).
+# Measured: an H200 has room for 15 clusters of eight; the 16th waits: 22 us instead of 17.9, 95 instead of 82 ([021]).
 # Measure again: on any other GPU; `cuOccupancyMaxActiveClusters` gives the number.
 SPARE_MULTIPROCESSORS = 8
 
-# The most tiles per cluster for which gate_up_small_batch uses all SMs nevertheless, some of them shared by two
-# clusters.
-# Measured: with few tiles each, sharing costs less than another wave of tiles ([021]). The value itself was not
-# varied.
+# The most tiles per cluster for which gate_up_small_batch uses all SMs nevertheless, some shared by two clusters.
+# Measured: with few tiles each, sharing costs less than another wave of tiles ([021]). The value was not varied.
 # Measure again: with `SPARE_MULTIPROCESSORS`.
 TILES_PER_CLUSTER = 3
 
@@ -160,8 +162,7 @@ PUSHED_ROWS_RANKS_FROM = 4
 # block FP8, and biases, which keep sums.
 PUSHED_ROWS_PER_EXPERT = 400
 
-# The number of SMs for which splits of K, and the tiles of dense layers on a machine without a GPU, are planned. It
-# affects only the speed.
+# The SMs for which splits of K, and the tiles of dense layers on a machine without a GPU, are planned.
 # Measured: the number of an H100 SXM and of an H200.
 # Measure again: for a GPU with another number, such as an H20 with 78 SMs: splits of K and dense tiles.
 MULTIPROCESSORS = 132
@@ -175,8 +176,7 @@ SPLIT_BYTES = 2**23
 # The K blocks over which a block of grouped_gemm_few_rows amortises the setup of a tile, by taking several column
 # tiles of one row tile at once.
 # Measured: GEMM 2 at K 256 ran at 3.1 TB/s because computing a tile took as long as its loads. TP8 with 64 tokens 332
-# to 310 us, with 512 tokens 417 to 384 us ([020]). 1, 2 and 4 column tiles at once for Qwen3 with 32 and 64 tokens:
-# within 1% ([028]).
+# to 310 us, with 512 tokens 417 to 384 us ([020]); 1, 2 and 4 at once for Qwen3: within 1% ([028]).
 # Measure again: when the producer's work per tile changes.
 K_BLOCKS_PER_SETUP = 8
 

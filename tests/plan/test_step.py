@@ -107,7 +107,7 @@ def test_packed_layers_with_further_steps_are_sorted(change):
 
 @pytest.mark.parametrize(
     ("weights", "most", "few", "many"),
-    [(FP8_BLOCK, 40, FEW_ROWS, MANY_ROWS), (PACKED_MXFP4, 60, PACKED_FEW_ROWS, UNTAILED)],
+    [(FP8_BLOCK, 28, FEW_ROWS, MANY_ROWS), (PACKED_MXFP4, 60, PACKED_FEW_ROWS, UNTAILED)],
 )
 def test_tiles_of_batched_experts_follow_the_expected_rows(weights, most, few, many):
     plans = [plan_batched(h.layer_spec(weights=weights), 512, expected_m) for expected_m in (1, most, most + 1)]

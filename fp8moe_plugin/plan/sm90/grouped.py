@@ -17,7 +17,13 @@ from fp8moe_plugin.plan.sm90.catalog import (
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
-from fp8moe_plugin.plan.tuning import EARLY_FROM, K_BLOCKS_PER_SETUP, KEEP_B_UP_TO, MULTIPROCESSORS
+from fp8moe_plugin.plan.tuning import (
+    BATCHED_FEW_ROWS,
+    EARLY_FROM,
+    K_BLOCKS_PER_SETUP,
+    KEEP_B_UP_TO,
+    MULTIPROCESSORS,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def plan_batched(
 ) -> BatchedPlan:
     """Returns the plan for `[experts, max_m]` rows; each expert uses about `expected_m` of its own."""
     _, hidden, intermediate, experts, _ = spec.shape
-    tile = row_tile(spec.weights, expected_m, tuning)
+    tile = batched_tile(spec.weights, expected_m, tuning)
     few_rows, keep_b = tile.streams_weights, tile is MANY_ROWS and keeps_b(expected_m, intermediate, tuning)
     return BatchedPlan(
         spec=spec,
@@ -94,6 +100,12 @@ def plan_batched(
         pdl_down=few_rows or down_uses_pdl(expected_m, intermediate, tuning),
         scratch=batched_scratch(experts, max_m, intermediate, tile.rows),
     )
+
+
+def batched_tile(weights: WeightFormat, expected_m: int, tuning: GpuTuning) -> RowTile:
+    if weights not in PACKED_FORMATS and expected_m > BATCHED_FEW_ROWS:
+        return MANY_ROWS
+    return row_tile(weights, expected_m, tuning)
 
 
 def row_tile(weights: WeightFormat, rows_per_expert: float, tuning: GpuTuning) -> RowTile:
