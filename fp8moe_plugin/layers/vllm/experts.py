@@ -17,7 +17,7 @@ from fp8moe_plugin.formats.activation import Activation
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import ceil_div
 from fp8moe_plugin.layers.experts import Experts
-from fp8moe_plugin.layers.vllm.gather import most_tokens
+from fp8moe_plugin.layers.vllm.gather import all_tokens
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, MoeShape
 from fp8moe_plugin.settings import batch_invariant
 
@@ -158,7 +158,7 @@ class BatchedExperts(Fp8MoeExperts):
     ) -> None:
         """Write the valid rows of each expert, given e4m3 `hidden_states` `[E, max_m, K]` and float32 `a1q_scale`."""
         # Of this step, as max_m is that of any step. Assumes uniform routing; changes the speed, never the result.
-        pairs = most_tokens(len(topk_ids)) * self.num_dispatchers * topk_ids.shape[1]
+        pairs = all_tokens(len(topk_ids), self.num_dispatchers) * topk_ids.shape[1]
         expected_m = ceil_div(pairs, global_num_experts)
         counts = expert_tokens_meta.expert_num_tokens
         self.experts(w1, w2).run_batched(hidden_states, a1q_scale, counts, expected_m, output)

@@ -51,9 +51,18 @@ class QuantizedGather(MoEPrepareAndFinalizeNaiveDPEPModular):
 
 def most_tokens(tokens: int) -> int:
     """Returns the largest number of tokens of a rank in this step, which all ranks know; `tokens`: of this rank."""
+    return max(_sizes() or [tokens])
+
+
+def all_tokens(tokens: int, ranks: int) -> int:
+    """Returns the number of tokens of all ranks in this step; `tokens`: of this rank."""
+    return sum(_sizes() or [tokens] * ranks)
+
+
+def _sizes() -> list[int] | None:
+    """Returns the tokens of each rank; None without data parallelism, where ranks have equal numbers of them."""
     metadata = get_forward_context().dp_metadata
-    sizes = metadata.local_sizes if metadata else None
-    return max(sizes) if sizes else tokens  # without data parallelism, ranks have equal numbers of tokens
+    return metadata.local_sizes if metadata else None
 
 
 def quantized_gather(dispatch: Any, ue8m0: bool) -> Any:

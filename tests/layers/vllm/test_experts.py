@@ -87,14 +87,16 @@ def test_the_batched_experts_are_the_batched_op(monkeypatch):
     assert h.same_bits(out, expected)
 
 
-@pytest.mark.parametrize(("sizes", "expected_m"), [((1, 1), 1), ((1, 3), 2), ((3, 1), 2), ((TOKENS, TOKENS), 3)])
-def test_the_batched_experts_expect_the_rows_of_the_step(monkeypatch, sizes, expected_m):
-    """Not those of the slabs, which have room for the tokens of any step."""
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "expected_m"), [(1, [1, 1], 1), (1, [1, 4], 2), (4, [4, 1], 2), (5, [5, 5], 3), (4, [], 2)]
+)
+def test_the_batched_experts_expect_the_rows_of_the_step(monkeypatch, tokens, sizes, expected_m):
+    """Not those of the slabs, which have room for any step. Without data parallelism, vLLM tells no sizes."""
     called = []
     monkeypatch.setattr(Experts, "run_batched", lambda _, x, scale, counts, rows, out: called.append(rows))
-    step_of(monkeypatch, list(sizes))
+    step_of(monkeypatch, sizes)
     layer = h.random_layer(h.seeded(0, torch.device("cpu")), EXPERTS, SIZE, SIZE)
-    slabs, ids = torch.zeros(EXPERTS, 2 * TOKENS, SIZE), torch.zeros(sizes[0], TOPK, dtype=torch.int32)
+    slabs, ids = torch.zeros(EXPERTS, 2 * TOKENS, SIZE), torch.zeros(tokens, TOPK, dtype=torch.int32)
     meta = mk.ExpertTokensMetadata(expert_num_tokens=torch.zeros(EXPERTS), expert_num_tokens_cpu=None)
     apply(build(layer, True), layer, slabs, topk_ids=ids, expert_tokens_meta=meta)
     assert called == [expected_m]
