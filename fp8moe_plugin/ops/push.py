@@ -94,14 +94,14 @@ def run_push_moe(
 
 def _check_group(facts: LayerFacts, window: Window, owners: torch.Tensor, rows: int, device: torch.device) -> None:
     topk, hidden, _, local, experts = facts.spec.shape
+    if not facts.mapped:
+        raise InvalidInputError("expert_map is None. Pass the local expert of each id, or -1.")
     check_tensor("owners", owners, dtype=torch.int32, shape=(experts,), device=device)
     check_int("rows", rows)
     if window.memory.device != device:
         raise InvalidInputError(
             f"The window is on {window.memory.device}, the tensors on {device}. Pass the window of this rank."
         )
-    if not facts.mapped:
-        raise InvalidInputError("expert_map is None. Pass the local expert of each id, or -1.")
     if local > (most := largest_share(experts, window.ranks)):
         raise InvalidInputError(
             f"This rank has {local} of {experts} experts, may have {most}: the {window.ranks} ranks need equal shares, "

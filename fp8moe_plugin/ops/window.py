@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from fp8moe_plugin.errors import InvalidInputError
+from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.ops.checks import check_tensor
+from fp8moe_plugin.ops.option_checks import check_int
 from fp8moe_plugin.plan.sm90.catalog import MAX_RANKS
 from fp8moe_plugin.plan.sm90.push import FEW_BLOCKS, FIELDS, HEADER_BYTES, WindowLayout, push_refusal, window_layout
 
@@ -52,13 +54,23 @@ def open_window(
         lost: int32 `[1]`, zero, which the GPU can write to: pinned memory of the host.
         patience: clock cycles that a kernel waits for another rank before it ends all work on the GPU with an error.
     Raises:
-        InvalidInputError: the kernels do not serve such a group, or the memory is too small or of another dtype.
+        InvalidInputError: the kernels do not serve such a group, a size or the rank is out of range, or the memory is
+            too small, of another dtype or not at this rank's address.
     """
     ranks = len(addresses)
+    for name, value in {"rows": rows, "hidden": hidden, "topk": topk, "experts": experts}.items():
+        check_int(name, value, 1)
+    check_int("rank", rank)
     if refusal := push_refusal(ranks, hidden):
         raise InvalidInputError(f"There is {refusal}. Use the engine's own all-to-all.")
     check_tensor("memory", memory, dtype=torch.uint8, shape=(None,))
     check_tensor("lost", lost, dtype=torch.int32, shape=(1,))
+    if hidden % GROUP:
+        raise InvalidInputError(f"hidden is {hidden}, needs a multiple of {GROUP}.")
+    if not 0 <= rank < ranks:
+        raise InvalidInputError(f"rank is {rank}, needs one of the {ranks} ranks that have an address, from 0 on.")
+    if addresses[rank] != memory.data_ptr():
+        raise InvalidInputError(f"addresses[{rank}] is not that of the memory. Pass each rank its own memory.")
     layout = window_layout(ranks, rows, hidden, topk, experts)
     if memory.numel() < layout.nbytes:
         raise InvalidInputError(f"The window has {memory.numel()} bytes, needs {layout.nbytes}.")

@@ -22,10 +22,13 @@ def make_window(
     spare: int = 0,
     experts: int = EXPERTS,
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.uint8, torch.int32),
+    rank: int = 0,
+    rows: int = ROWS,
+    away: int = 0,
 ) -> Window:
     memory = torch.zeros(window_layout(2, ROWS, hidden, TOPK, EXPERTS).nbytes + spare, dtype=dtypes[0])
     lost = torch.zeros(1, dtype=dtypes[1])
-    return open_window(memory, [memory.data_ptr()] * ranks, 0, ROWS, hidden, TOPK, experts, lost, 1)
+    return open_window(memory, [memory.data_ptr() + away] * ranks, rank, rows, hidden, TOPK, experts, lost, 1)
 
 
 def call(
@@ -71,6 +74,13 @@ def test_there_is_no_reference() -> None:
     [
         ({"ranks": 9}, "a group of 9 ranks, of which the kernels support up to 8"),
         ({"hidden": 2**15 + 128}, "a hidden size of 32896"),
+        ({"hidden": 100}, "hidden is 100, needs a multiple of 128"),
+        ({"experts": 0}, "experts is 0, needs 1 or more"),
+        ({"rows": 0}, "rows is 0, needs 1 or more"),
+        ({"rows": 2.5}, "rows is a float, not an int"),
+        ({"rank": 2}, "rank is 2, needs one of the 2 ranks that have an address, from 0 on"),
+        ({"rank": -1}, "rank is -1"),
+        ({"away": 256}, r"addresses\[0\] is not that of the memory. Pass each rank its own memory"),
         ({"spare": -256}, "bytes, needs"),
         ({"dtypes": (torch.int64, torch.int32)}, "memory has dtype torch.int64, needs torch.uint8"),
         ({"dtypes": (torch.uint8, torch.int64)}, "lost has dtype torch.int64, needs torch.int32"),
