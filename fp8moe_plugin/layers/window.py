@@ -33,15 +33,16 @@ def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device, 
     """
     if refusal := push_refusal(group.size(), hidden):
         return refusal
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    properties = torch.cuda.get_device_properties(device)
+    gpu, multiprocessors = str(properties.uuid), properties.multi_processor_count
     places: list[Any] = [None] * group.size()
     dist.all_gather_object(places, (socket.gethostname(), gpu), group)
     found: list[Any] = [None] * group.size()
     reached = has_nvlinks(gpu, {other for _, other in places} - {gpu})
-    dist.all_gather_object(found, (reached, (tuning, batch_invariant())), group)
+    dist.all_gather_object(found, (reached, (tuning, batch_invariant(), multiprocessors)), group)
     reaches, deciding = zip(*found, strict=True)
     if len(set(deciding)) > 1:
-        return f"a group whose ranks differ in FP8MOE_TUNING or {BATCH_INVARIANT}, and would choose other formats"
+        return f"a group whose ranks differ in {BATCH_INVARIANT}, FP8MOE_TUNING or GPUs, and would choose other formats"
     return place_refusal(places, reaches)
 
 

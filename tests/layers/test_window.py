@@ -51,21 +51,24 @@ def test_a_window_at_its_limit_has_room_for_pushed_rows(ranks: int, experts: int
     assert window_layout(ranks, size.rows + 1, 7168, 8, experts).nbytes > EP_WINDOW_BYTES
 
 
-OTHER_FORMATS = "a group whose ranks differ in FP8MOE_TUNING or VLLM_BATCH_INVARIANT, and would choose other formats"
+OTHER_FORMATS = (
+    "a group whose ranks differ in VLLM_BATCH_INVARIANT, FP8MOE_TUNING or GPUs, and would choose other formats"
+)
 PCIE = "a GPU that cannot store into the memory of another one over NVLink"
 
 
 @pytest.mark.parametrize(
     ("peers", "linked", "why"),
     [
-        ((UNTUNED, False), True, None),
-        ((UNTUNED, False), False, PCIE),
-        ((GpuTuning(small_batch_bytes=0), False), True, OTHER_FORMATS),
-        ((UNTUNED, True), True, OTHER_FORMATS),
+        ((UNTUNED, False, 132), True, None),
+        ((UNTUNED, False, 132), False, PCIE),
+        ((GpuTuning(small_batch_bytes=0), False, 132), True, OTHER_FORMATS),
+        ((UNTUNED, True, 132), True, OTHER_FORMATS),
+        ((UNTUNED, False, 114), True, OTHER_FORMATS),
     ],
 )
 def test_ranks_that_do_not_push(
-    monkeypatch: pytest.MonkeyPatch, peers: tuple[GpuTuning, bool], linked: bool, why: str | None
+    monkeypatch: pytest.MonkeyPatch, peers: tuple[GpuTuning, bool, int], linked: bool, why: str | None
 ) -> None:
     def gather(found: list[Any], mine: tuple[Any, Any], group: object) -> None:
         found[:] = [mine, ("here", "1") if mine[0] == "here" else (True, peers)]
@@ -73,7 +76,8 @@ def test_ranks_that_do_not_push(
     monkeypatch.setattr(window.dist, "all_gather_object", gather)
     monkeypatch.setattr(window.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(window, "has_nvlinks", lambda gpu, others: linked and (gpu, others) == ("0", {"1"}))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
+    gpu = SimpleNamespace(uuid=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     refusal = window.window_refusal(SimpleNamespace(size=lambda: 2), 7168, torch.device("cuda", 0), UNTUNED)
     assert refusal == why
 
