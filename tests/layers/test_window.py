@@ -51,9 +51,7 @@ def test_a_window_at_its_limit_has_room_for_pushed_rows(ranks: int, experts: int
     assert window_layout(ranks, size.rows + 1, 7168, 8, experts).nbytes > EP_WINDOW_BYTES
 
 
-OTHER_FORMATS = (
-    "a group whose ranks differ in VLLM_BATCH_INVARIANT, FP8MOE_TUNING or GPUs, and would choose other formats"
-)
+DIFFERENT = "a group whose ranks differ in VLLM_BATCH_INVARIANT, FP8MOE_TUNING or GPUs, and would choose other formats"
 PCIE = "a GPU that cannot store into the memory of another one over NVLink"
 
 
@@ -62,9 +60,9 @@ PCIE = "a GPU that cannot store into the memory of another one over NVLink"
     [
         ((UNTUNED, False, 132), True, None),
         ((UNTUNED, False, 132), False, PCIE),
-        ((GpuTuning(small_batch_bytes=0), False, 132), True, OTHER_FORMATS),
-        ((UNTUNED, True, 132), True, OTHER_FORMATS),
-        ((UNTUNED, False, 114), True, OTHER_FORMATS),
+        ((GpuTuning(small_batch_bytes=0), False, 132), True, DIFFERENT),
+        ((UNTUNED, True, 132), True, DIFFERENT),
+        ((UNTUNED, False, 114), True, DIFFERENT),
     ],
 )
 def test_ranks_that_do_not_push(

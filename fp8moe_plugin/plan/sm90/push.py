@@ -136,7 +136,7 @@ class PushStep:
 
 @functools.lru_cache(maxsize=4096)
 def plan_push(spec: LayerSpec, ranks: int, rows: int, multiprocessors: int, tuning: GpuTuning = UNTUNED) -> PushStep:
-    """Returns the plan of a step of up to `rows` tokens on each of the ranks, at least 1; they have one tuning."""
+    """Returns the plan of a step of up to `rows` tokens on each rank, at least 1; GPUs and tuning are alike."""
     tokens, hidden = ranks * rows, spec.shape.hidden
     # Ranks store tokens in one format, though some may have an expert less, or further steps, with which packed weights
     # have no small batches: the rank with most experts decides, and such weights take none.
