@@ -1,6 +1,7 @@
-"""What a release needs: a section of the changelog, and a version from the tag."""
+"""What a release needs: a section of the changelog, a version from the tag, and tools with a version."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,14 +26,18 @@ CHANGELOG = """# Changelog
 """
 
 
-@pytest.fixture
-def notes() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release_notes", ROOT / ".ci" / "release_notes.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def notes() -> ModuleType:
+    return script("release_notes")
 
 
 def test_the_notes_are_the_section_of_the_version(notes: ModuleType) -> None:
@@ -48,3 +53,11 @@ def test_a_version_without_a_section_is_not_released() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert "Rename [Unreleased] before you tag." in done.stderr
+
+
+def test_tools_of_a_release_have_a_version() -> None:
+    pins = dict(re.findall(r"^([\w-]+)==(\d\S+)$", (ROOT / "requirements/release.txt").read_text(), re.MULTILINE))
+    (command,) = re.findall(r"uvx .*\n.*", (ROOT / ".github/workflows/release.yml").read_text())
+    constraints, tool = re.search(r"--constraints (\S+) --from (\S+)", command).groups()
+    assert (constraints, tool) == ("requirements/release.txt", "cyclonedx-bom")
+    assert pins.keys() == {tool}
