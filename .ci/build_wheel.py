@@ -3,13 +3,13 @@
     .venv/bin/python .ci/build_wheel.py dist
 
 The wheel is built from an sdist, to which the bundle of the kernels is added: a checkout never has it. What was
-compiled before is kept in .versions.
+compiled before is kept in .versions. auditwheel tags the wheel with the oldest glibc that its C extensions run with; it
+needs both extensions, and so a C compiler. Earlier wheels of this project are removed from the folder.
 """
 
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
 CACHE = ROOT / ".versions" / "kernels"
 PACKAGE = "nvidia-cuda-nvrtc"
+AUDITWHEEL = [*UV, "tool", "run", "--quiet", "--constraints", str(ROOT / "requirements/release.txt"), "auditwheel"]
 
 
 def pinned() -> str:
@@ -47,8 +48,17 @@ def build(out: Path) -> Path:
         run([sys.executable, "-m", "warmup", "bundle", "--bundle", str(bundle)], source, FP8MOE_CACHE_DIR=str(CACHE))
         run([*UV, "build", "--quiet", "--wheel", "--out-dir", f"{scratch}/wheel", str(source)])
         (wheel,) = Path(scratch, "wheel").glob("*.whl")
-        out.mkdir(exist_ok=True)
-        return Path(shutil.copy(wheel, out))
+        return tag_into(out, wheel)
+
+
+def tag_into(out: Path, wheel: Path) -> Path:
+    """Write a wheel with its manylinux tag to a folder, as the only one of this project. Returns its path."""
+    out.mkdir(exist_ok=True)
+    for earlier in out.glob("fp8moe_plugin-*.whl"):
+        earlier.unlink()
+    run([*AUDITWHEEL, "repair", "--patcher", "none", "--wheel-dir", str(out.resolve()), str(wheel)])
+    (tagged,) = out.glob("fp8moe_plugin-*.whl")
+    return tagged
 
 
 def run(command: list[str], folder: Path = ROOT, **variables: str) -> None:

@@ -4,6 +4,7 @@ Without torch and vLLM, it registers, and NVRTC compiles a kernel. Without NVRTC
 model. With torch, its ops are imported. Runs with the Python of an environment that has uv and torch.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -14,7 +15,7 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-from build_wheel import PACKAGE, build
+from build_wheel import AUDITWHEEL, PACKAGE, build
 
 ROOT = Path(__file__).parents[1]
 UV = [sys.executable, "-m", "uv"]
@@ -93,6 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         wheel = build(Path(scratch))
         check_sources(wheel)
+        check_tag(wheel)
         python = Path(scratch, "env", "bin", "python")
         run([*UV, "venv", "--quiet", "--python", sys.executable, str(python.parents[1])])
         install = [*UV, "pip", "install", "--quiet", "--python", str(python), *find_links()]
@@ -138,6 +140,14 @@ def check_sources(wheel: Path) -> None:
         sys.exit(f"{wheel.name} lacks {sorted(missing)}")
     if stale := [name for name in files if name.endswith((".py", ".cu", ".cuh")) and not (ROOT / name).exists()]:
         sys.exit(f"{wheel.name} has {sorted(stale)} of an earlier build: remove the folder build/")
+
+
+def check_tag(wheel: Path) -> None:
+    """PyPI accepts manylinux tags only, and pip believes the tag: its glibc must suffice for the extensions."""
+    shown = subprocess.run([*AUDITWHEEL, "show", "--json", str(wheel)], stdout=subprocess.PIPE, text=True, check=True)
+    needed = json.loads(shown.stdout)["overall_tag"]
+    if not needed.startswith("manylinux") or needed not in wheel.stem.rpartition("-")[2].split("."):
+        sys.exit(f"{wheel.name} needs the tag {needed}")
 
 
 def find_links() -> list[str]:

@@ -214,7 +214,9 @@ def test_the_image_has_what_its_wheel_is_built_from() -> None:
     assert '"nvidia-cuda-nvrtc==$NVRTC"' in DOCKERFILE
     context = re.findall(r"^!(.+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
     assert [name for name in context if not (ROOT / name).exists()] == []
-    assert set(re.findall(r"\.ci/\w+\.py", DOCKERFILE)) <= set(context)
+    scripts = set(re.findall(r"\.ci/\w+\.py", DOCKERFILE))
+    read = {name for script in scripts for name in re.findall(r"requirements/\w+\.txt", (ROOT / script).read_text())}
+    assert scripts | read <= set(context)
 
 
 def test_base_images_have_a_version_and_a_digest() -> None:

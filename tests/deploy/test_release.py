@@ -1,4 +1,4 @@
-"""What a release needs: a section of the changelog, a version from the tag, and tools with a version."""
+"""What a release needs: a section of the changelog, a version from the tag, one wheel, and tools with a version."""
 
 import importlib.util
 import re
@@ -55,9 +55,26 @@ def test_a_version_without_a_section_is_not_released() -> None:
     assert "Rename [Unreleased] before you tag." in done.stderr
 
 
+def test_a_tagged_wheel_replaces_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_wheel = script("build_wheel")
+    new = "fp8moe_plugin-0.2.0-cp311-abi3-manylinux_2_17_x86_64.whl"
+    others = {"fp8moe_plugin-0.1.0.tar.gz", "other-0.1.0-py3-none-any.whl"}
+    for name in ("fp8moe_plugin-0.1.0-cp311-abi3-linux_x86_64.whl", *others):
+        (tmp_path / name).touch()
+
+    def auditwheel(command: list[str]) -> None:
+        Path(command[command.index("--wheel-dir") + 1], new).touch()
+
+    monkeypatch.setattr(build_wheel, "run", auditwheel)
+    assert build_wheel.tag_into(tmp_path, Path("built.whl")) == tmp_path / new
+    assert {path.name for path in tmp_path.iterdir()} == {new, *others}
+
+
 def test_tools_of_a_release_have_a_version() -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\d\S+)$", (ROOT / "requirements/release.txt").read_text(), re.MULTILINE))
     (command,) = re.findall(r"uvx .*\n.*", (ROOT / ".github/workflows/release.yml").read_text())
     constraints, tool = re.search(r"--constraints (\S+) --from (\S+)", command).groups()
     assert (constraints, tool) == ("requirements/release.txt", "cyclonedx-bom")
-    assert pins.keys() == {tool}
+    *_, option, constraints, auditwheel = script("build_wheel").AUDITWHEEL
+    assert (option, constraints) == ("--constraints", str(ROOT / "requirements/release.txt"))
+    assert pins.keys() == {tool, auditwheel}
