@@ -219,6 +219,33 @@ def test_the_image_has_what_its_wheel_is_built_from() -> None:
     assert scripts | read <= set(context)
 
 
+def built(path: Path, version: str) -> tuple[int, str, str]:
+    """Run the command of the stage `build` with programs that print what they get. Returns status, output, errors."""
+    for program in ("pip", "python"):
+        (path / program).write_text(f'#!/bin/sh\necho "{program} $SETUPTOOLS_SCM_PRETEND_VERSION_FOR_FP8MOE_PLUGIN"\n')
+        (path / program).chmod(0o755)
+    (command,) = re.findall(r"^WORKDIR /src\nRUN ((?:.*\\\n)*.*)$", DOCKERFILE, re.MULTILINE)
+    environment = {"PATH": f"{path}:{os.environ['PATH']}", "VERSION": version}
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_wheel_of_an_image_has_the_version_given(tmp_path: Path) -> None:
+    assert built(tmp_path, "0.1.0") == (0, "pip 0.1.0\npython 0.1.0\n", "")
+    status, output, errors = built(tmp_path, "")
+    assert (bool(status), output) == (True, "")
+    assert "VERSION: is empty, see Image in docs/deploy.md" in errors
+
+
+def test_every_documented_build_passes_the_version() -> None:
+    text = DOCKERFILE + re.sub(r"\\\n *", "", (ROOT / "docs" / "deploy.md").read_text())
+    builds = [line for line in re.findall(r"docker build -f .*", text) if "--build-context wheel=" not in line]
+    assert len(builds) == 3
+    assert [line for line in builds if "--build-arg VERSION" not in line] == []
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert compose["services"]["vllm"]["build"]["args"] == ["VERSION"]
+
+
 def test_base_images_have_a_version_and_a_digest() -> None:
     images = [
         *re.findall(r"^ARG \w+_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE),
