@@ -246,6 +246,14 @@ def test_every_documented_build_passes_the_version() -> None:
     assert compose["services"]["vllm"]["build"]["args"] == ["VERSION"]
 
 
+def test_a_new_volume_belongs_to_the_user() -> None:
+    (volume,) = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]["volumes"]
+    folder = volume.partition(":")[2]
+    assert f"-v {volume} " in DOCKERFILE
+    before, user, group = re.search(r"^(.*)^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE | re.DOTALL).groups()
+    assert f"\nRUN install -d -o {user} -g {group} -m 775 {folder}\n" in before
+
+
 def test_base_images_have_a_version_and_a_digest() -> None:
     images = [
         *re.findall(r"^ARG \w+_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE),
