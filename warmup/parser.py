@@ -52,10 +52,10 @@ STATUS = (
 )
 COMPLETION = "--print-completion"
 SHELLS = ("bash", "zsh", "tcsh")
+CONFIG_ONLY = "\nFrom the hub, only config.json is downloaded."
 HUB = """
-From the hub, only config.json is downloaded. Its variables are huggingface_hub's: HF_TOKEN for
-gated models, HF_HUB_OFFLINE=1 for what was downloaded before, HF_ENDPOINT for a mirror, HF_HOME
-for the folder of downloads.
+Variables of the hub are huggingface_hub's: HF_TOKEN for gated models, HF_HUB_OFFLINE=1 for what
+was downloaded before, HF_ENDPOINT for a mirror, HF_HOME for the folder of downloads.
 """
 
 
@@ -119,7 +119,7 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
         name,
         help=COMMANDS[name],
         description=f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.",
-        epilog="\n".join([*(f"  {PROGRAM} {line}" for line in EXAMPLES[name]), HUB * (name != "cache"), STATUS]),
+        epilog="\n".join([*(f"  {PROGRAM} {line}" for line in EXAMPLES[name]), _about_hub(name), STATUS]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write a report; - for standard output")
@@ -139,6 +139,11 @@ def _command(commands: "argparse._SubParsersAction[Parser]", name: str) -> Parse
     if add := ADD.get(name):
         add(parser)
     return parser
+
+
+def _about_hub(name: str) -> str:
+    """Returns what a command's help says about the hub; the engines of `compare` download the weights."""
+    return "" if name == "cache" else HUB if name == "compare" else CONFIG_ONLY + HUB
 
 
 def _add_kernels(parser: Parser) -> None:
@@ -200,9 +205,9 @@ def _add_compare(parser: Parser) -> None:
     servers.add_argument("--task", metavar="TASK", help=task)
     about = "met if all of the 95% interval is within the limit; otherwise, the exit status is 3"
     limits = parser.add_argument_group("limits", about)
-    kl = "most KL divergence from BF16, or else from vLLM's fp8, or from the baseline"
+    kl = "most KL divergence from BF16, else from vLLM's fp8, or from the baseline"
     limits.add_argument("--max-kl", type=positive, metavar="NATS", help=kl)
-    speed = "least speed of the first token and of each number of sequences, over vLLM's fp8 or the baseline"
+    speed = "least speed of the first token and each number of sequences, over vLLM's fp8, else BF16, or the baseline"
     limits.add_argument("--min-speed", type=positive, metavar="RATIO", help=speed)
 
 

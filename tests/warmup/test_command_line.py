@@ -76,6 +76,7 @@ def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFi
     assert printed.startswith(f"usage: fp8moe-warmup {command} ")
     assert ("--plot" in printed) is (command in ("bench", "compare"))
     assert all((name in printed) == (command != "cache") for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_ENDPOINT"))
+    assert ("only config.json is downloaded" in printed) == (command not in ("cache", "compare"))
 
 
 @pytest.mark.parametrize(
