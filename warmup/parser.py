@@ -176,7 +176,8 @@ def _add_bench(parser: Parser) -> None:
 def _add_tune(parser: Parser) -> None:
     parser.description = (
         "Time the layer with each plan that thresholds choose between, and write the fastest ones for\n"
-        "this GPU to a file. Without --model, for layers of DeepSeek-V3 and Qwen3-30B-A3B."
+        "this GPU to a file. Without --model, for layers of DeepSeek-V3, Qwen3-30B-A3B and, in MXFP4,\n"
+        "DeepSeek-V4-Flash."
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"file to write (default: {TUNING})")
 

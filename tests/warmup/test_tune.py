@@ -74,6 +74,14 @@ def test_a_models_own_layer_is_measured(
     assert {step.layer for step in TuningFile.model_validate_json(Path("other.json").read_bytes()).changed} == {name}
 
 
+def test_help_names_the_layers_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    printed = capsys.readouterr().out
+    for name in measurement.LAYERS:
+        assert all(part in printed for part in name.removesuffix(" --tp 8").split(" in ")), name
+
+
 @pytest.mark.parametrize("out", ["nowhere/tuning.json", "folder"])
 def test_a_file_that_cannot_be_written_is_refused_first(
     clock: Path, capsys: pytest.CaptureFixture[str], out: str
