@@ -9,8 +9,7 @@ MAX_KL, MIN_SPEED = "--max-kl", "--min-speed"
 def check_limits(result: CompareResult, max_kl: float | None, min_speed: float | None) -> list[Limit]:
     """Returns the figures to which the given limits apply, with the outcome of each."""
     ours, peer, found = result.ours, result.peer, []
-    failed = " and ".join(engine.name for engine in result.engines if engine.error)
-    why = f", as {failed} failed" if failed else ""
+    why = f", as {result.failed} failed" if result.failed else ""
     if max_kl is not None:
         kl = f"KL divergence from {result.reference}" if result.reference else "KL divergence"
         found.append(_limit(MAX_KL, max_kl, kl, ours.divergence, why))

@@ -41,8 +41,8 @@ def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dic
     """
     results = {engine.name: engine for engine in result.engines if engine.name in engines.names}
     logs = {name: process.log for name, process in engines.processes.items()}
-    verb = "asking" if result.servers else "starting"
-    engines.progress(f"{verb} {', '.join(results)}; their output is in {', '.join(map(str, logs.values()))}")
+    names, files = ", ".join(results), ", ".join(map(str, logs.values()))
+    engines.progress(f"asking {names}" if result.servers else f"starting {names}; their output is in {files}")
     try:
         engines.start()
         for name in list(engines.names):
@@ -56,8 +56,9 @@ def measure(engines: Engines, cells: Cells, result: CompareResult, readings: dic
         engines.kill()
         for name, found in engines.found.items():
             results[name].ready_s, results[name].error = found.get("ready_s"), found.get("error")
-            if name not in engines.names:  # it failed; an interrupt alone is no reason to keep its output
-                results[name].log = str(logs[name])
+            log, failed = logs[name], name not in engines.names  # an interrupt alone is no reason to keep the output
+            if failed and log and log.exists() and log.stat().st_size:
+                results[name].log = str(log)
 
 
 def _read(engines: Engines, engine: EngineResult, listed: int, readings: dict[str, Reading]) -> None:
@@ -65,7 +66,9 @@ def _read(engines: Engines, engine: EngineResult, listed: int, readings: dict[st
     reading: Reading = engines.call(engine.name, "read", listed)
     for name, other in readings.items():
         if not np.array_equal(reading.windows, other.windows):
-            raise EngineError(f"its tokenizer reads the text as other tokens than that of {name}")
+            raise EngineError(
+                f"its tokenizer reads the text as other tokens than that of {name}. Compare two of the same model."
+            )
     readings[engine.name] = reading
     engine.reading_s = round(time.monotonic() - begin, 1)
     engines.progress(f"{engine.name} has read {reading.windows.size:,} tokens in {engine.reading_s:.1f} s")

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-LONGEST_ERROR = 300  # characters; the log has the whole error
+LONGEST_ERROR = 600  # characters; the log has the whole error
 LONGEST_END_S = 10
 
 
@@ -99,7 +99,7 @@ class EngineProcess:
 
 
 class EngineError(Exception):
-    """An engine failed; the message says why."""
+    """An engine failed; the message says why. If the engine itself raises it, nothing is added to the message."""
 
 
 def _serve(connection: Connection, make: Callable[[], Any], environment: dict[str, str], log: Path | None) -> None:
@@ -120,8 +120,9 @@ def _serve(connection: Connection, make: Callable[[], Any], environment: dict[st
             method, arguments = connection.recv()
             answer = getattr(engine, method)(*arguments)
     except BaseException as failure:  # noqa: BLE001 (an engine may fail in any way; the other side gets the error)
-        with contextlib.suppress(OSError):  # stderr may be gone
-            traceback.print_exc()
+        if not isinstance(failure, EngineError):
+            with contextlib.suppress(OSError):  # stderr may be gone
+                traceback.print_exc()
         with contextlib.suppress(ConnectionError):
             connection.send((False, _one_line(failure)))
     finally:
@@ -130,7 +131,10 @@ def _serve(connection: Connection, make: Callable[[], Any], environment: dict[st
 
 def _one_line(failure: BaseException) -> str:
     """Returns an error as one line that is safe for a terminal: an engine's error may quote a checkpoint."""
-    text = " ".join(f"{type(failure).__name__}: {failure}".split())[:LONGEST_ERROR]
+    kind = "" if isinstance(failure, EngineError) else f"{type(failure).__name__}: "
+    text = " ".join(f"{kind}{failure}".split())
+    if len(text) > LONGEST_ERROR:
+        text = f"{text[: LONGEST_ERROR - 3]}..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -54,7 +54,7 @@ class EngineResult(Part):
     first_token_ms: Timing | None = None
     tokens_per_s: dict[int, Timing] = {}  # by the number of sequences that are decoded
     error: str | None = None
-    log: str | None = None  # its output, kept if it failed
+    log: str | None = None  # its output, kept if it failed and wrote something
 
 
 class Outcome(StrEnum):
@@ -121,6 +121,11 @@ class CompareResult(Part):
         return self.engine(FP8) or self.engine(BF16) or self.engine(BASELINE)
 
     @property
+    def failed(self) -> str:
+        """Returns the names of the engines that failed, as `a and b`; empty if none did."""
+        return " and ".join(engine.name for engine in self.engines if engine.error)
+
+    @property
     def passed(self) -> bool:
         return all(limit.outcome == Outcome.MET for limit in self.limits)
 
@@ -155,8 +160,9 @@ def table(result: CompareResult) -> str:
     rows = [("", [engine.name for engine in result.engines])]
     rows += [(label, cells) for label, cells in _figures(result) if any(cell != NONE for cell in cells)]
     figures = terminal.table("<" + ">" * len(result.engines), ((label, *cells) for label, cells in rows))
-    failed = [f"{e.name} failed: {e.error} (its output: {e.log})" for e in result.engines if e.log]
-    failed += [f"{e.name}: {e.error}" for e in result.engines if e.error and not e.log]
+    failed = [
+        f"{e.name} failed: {e.error}{f' (its output: {e.log})' if e.log else ''}" for e in result.engines if e.error
+    ]
     limits = [*map(str, result.limits), f"Limits: {'passed' if result.passed else 'FAILED'}"] if result.limits else []
     return "\n".join([*_about(result), "", figures, "", *failed, *_unknown_text(result), result.verdict, *limits])
 
@@ -231,7 +237,7 @@ def verdict(result: CompareResult) -> str:
     """Returns a line each about accuracy, speed and start of the first engine, relative to the others."""
     ours, peer = result.ours, result.peer
     if ours.error:
-        return f"Verdict: none, as {ours.name} has failed."
+        return f"Verdict: none, as {result.failed} failed."
     if peer is None:
         return f"Verdict: none, as {ours.name} answers, but no other engine does."
     timed = result.gpu or result.servers

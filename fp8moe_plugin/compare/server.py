@@ -14,20 +14,29 @@ import numpy as np
 from fp8moe_plugin.compare.cells import SHORT, STEPS, Cell, Clock
 from fp8moe_plugin.compare.engine import MOST_WINDOWS, WINDOW
 from fp8moe_plugin.compare.intervals import Reading
+from fp8moe_plugin.compare.process import EngineError
 from fp8moe_plugin.compare.task import Scores, evaluate
 from fp8moe_plugin.errors import UnsupportedError
+from fp8moe_plugin.quoting import shown_text
 
 LISTED = 20  # most likely tokens at each position; vLLM serves no more by default
 CHARACTERS = 4  # per token, approximately: the server tokenizes the text
 READERS = 8  # windows in flight
 TIMEOUT_S = 600
-MOST_ANSWER_BYTES = 64 << 20
+MOST_ANSWER_BYTES, MOST_ERROR_BYTES = 64 << 20, 1 << 16
 NO_TOKEN, NO_LOGPROB = -1, -9999.0  # fill lists that have fewer tokens
 FRAGMENT = "\ufffd"  # in the text of an incomplete character, which several tokens may share
+OTHER_SERVER = "Give the URL of a server of vLLM or SGLang, without /v1."
+ADVICE = {  # by the status of an answer
+    400: "If a limit is too low, serve with a longer context (--max-model-len in vLLM, --context-length in SGLang) "
+    f"or with --max-logprobs {LISTED}.",
+    401: "Requests carry no API key: forward a port behind the gateway.",
+    404: OTHER_SERVER,
+}
 
 
 class Server(Clock):
-    """A server that has run each cell once, on prompts from the text. Raises `RuntimeError` if it does not answer."""
+    """A server that has run each cell once, on prompts from the text. Raises `EngineError` if it does not answer."""
 
     def __init__(self, url: str, text: str, cells: list[Cell]) -> None:
         self.url, self.text = url.rstrip("/"), text
@@ -51,7 +60,7 @@ class Server(Clock):
             answers = list(pool.map(lambda text: self._complete(text, max_tokens=tokens, ignore_eos=True), texts))
             ms = (time.perf_counter() - begin) * 1e3
         if any(_item(answer, "usage", "completion_tokens") != tokens for answer in answers):
-            raise RuntimeError(f"{self.url} generated fewer tokens than requested")
+            raise EngineError(f"{self.url} generated fewer tokens than requested. {OTHER_SERVER}")
         return ms
 
     def read(self, listed: int) -> Reading:
@@ -59,8 +68,9 @@ class Server(Clock):
         try:
             return self._reading(listed)
         except (AttributeError, TypeError, ValueError) as error:
-            raise RuntimeError(
-                f"{self.url} returned log-probabilities in a form that is not OpenAI's: {error}"
+            raise EngineError(
+                f"{self.url} returned log-probabilities in a form that is not OpenAI's: {shown_text(error)}. "
+                f"{OTHER_SERVER}"
             ) from error
 
     def evaluate(self, task: str) -> Scores:
@@ -79,7 +89,7 @@ class Server(Clock):
                 logprobs[n, i - 1, : len(row)] = [logprob for _, logprob in row]
         ids = np.array([[_token(text) for text in texts[:length]] for texts, _, _ in answers])
         if not np.isfinite(logprobs).all():
-            raise RuntimeError(f"{self.url} returned a log-probability that is not finite")
+            raise EngineError(f"{self.url} returned a log-probability that is not finite. Check its checkpoint.")
         return Reading(ids, tokens, logprobs)
 
     def _read(self, text: str, listed: int) -> tuple[list[str], list[float], list[dict[str, float]]]:
@@ -88,7 +98,9 @@ class Server(Clock):
         count, found = _item(answer, "usage", "prompt_tokens"), _item(answer, "choices", 0, "logprobs")
         tokens, chosen, top = (_item(found, name)[:count] for name in ("tokens", "token_logprobs", "top_logprobs"))
         if not 1 < count == len(tokens) == len(chosen) == len(top):
-            raise RuntimeError(f"{self.url} returned no log-probabilities of the prompt (echo with logprobs)")
+            raise EngineError(
+                f"{self.url} returned no log-probabilities of the prompt (echo with logprobs). {OTHER_SERVER}"
+            )
         return tokens, chosen, top
 
     def _complete(self, prompt: str, **options: Any) -> Any:
@@ -101,14 +113,18 @@ class Server(Clock):
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
                 answer = reply.read(MOST_ANSWER_BYTES + 1)
             if len(answer) > MOST_ANSWER_BYTES:
-                raise RuntimeError(f"{self.url}{path} answered with more than {MOST_ANSWER_BYTES:,} bytes")
+                raise EngineError(
+                    f"{self.url}{path} answered with more than {MOST_ANSWER_BYTES:,} bytes. {OTHER_SERVER}"
+                )
             return json.loads(answer)
         except urllib.error.HTTPError as error:
-            raise RuntimeError(
-                f"{self.url}{path} answered {error.code}: {error.read(1000).decode(errors='replace')}"
-            ) from error
+            said = shown_text(_message(error.read(MOST_ERROR_BYTES))).removesuffix(".")
+            advice = ADVICE.get(error.code, "See the server's log.")
+            raise EngineError(f"{self.url}{path} answered {error.code}: {said}. {advice}") from error
         except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-            raise RuntimeError(f"{self.url}{path} did not answer: {error}") from error
+            raise EngineError(
+                f"{self.url}{path} did not answer: {shown_text(error)}. Check the URL, and whether the server runs."
+            ) from error
 
 
 def windows(text: str) -> list[str]:
@@ -135,11 +151,20 @@ def _token(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()) >> 1
 
 
+def _message(answer: bytes) -> str:
+    """Returns the message of an error of vLLM (in `error`) or SGLang, or else the whole answer."""
+    try:
+        found = json.loads(answer)
+        return " ".join(found.get("error", found)["message"].split())
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        return answer.decode(errors="replace")
+
+
 def _item(answer: Any, *path: str | int) -> Any:
-    """Returns a part of a server's answer. Raises `RuntimeError` if it is not there."""
+    """Returns a part of a server's answer. Raises `EngineError` if it is not there."""
     for key in path:
         try:
             answer = answer[key]
         except (KeyError, IndexError, TypeError):
-            raise RuntimeError(f"the server's answer has no {'.'.join(map(str, path))}") from None
+            raise EngineError(f"the server's answer has no {'.'.join(map(str, path))}. {OTHER_SERVER}") from None
     return answer

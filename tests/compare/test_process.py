@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fp8moe_plugin.compare.process import EngineError, EngineProcess
+from fp8moe_plugin.compare.process import LONGEST_ERROR, EngineError, EngineProcess
 from tests.processes import is_running
 
 LONG = 120  # seconds, only to end a hang
@@ -35,6 +35,12 @@ class Engine:
 
     def fail(self) -> None:
         raise RuntimeError("out of memory")
+
+    def fail_on_purpose(self) -> None:
+        raise EngineError("no answer. Check the URL.")
+
+    def fail_at_length(self) -> None:
+        raise RuntimeError("x" * 10_000)
 
     def fail_loudly(self) -> None:
         print("a line on stdout", flush=True)
@@ -138,6 +144,24 @@ def test_a_call_that_fails_says_why_and_ends_the_engine(start: Start, capfd: pyt
         with pytest.raises(EngineError, match=r"^ended with status -9$"):
             process.call("add", 1, timeout=LONG)
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_an_error_that_an_engine_raises_on_purpose_is_unchanged(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = start()
+    process.wait_until_made(LONG)
+    with pytest.raises(EngineError, match=r"^no answer\. Check the URL\.$"):
+        process.call("fail_on_purpose", timeout=LONG)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_long_error_is_cut_visibly(start: Start) -> None:
+    process = start()
+    process.wait_until_made(LONG)
+    with pytest.raises(EngineError, match=r"^RuntimeError: x+\.\.\.$") as caught:
+        process.call("fail_at_length", timeout=LONG)
+    assert len(str(caught.value)) == LONGEST_ERROR
 
 
 @pytest.mark.parametrize("end", ["end", "fork_and_end"])

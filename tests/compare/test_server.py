@@ -15,6 +15,7 @@ from fp8moe_plugin.compare import server as module
 from fp8moe_plugin.compare.cells import SHORT, STEPS, Cell
 from fp8moe_plugin.compare.engine import WINDOW
 from fp8moe_plugin.compare.intervals import divergence, same_token
+from fp8moe_plugin.compare.process import EngineError
 from fp8moe_plugin.compare.server import CHARACTERS, FRAGMENT, NO_TOKEN, Server, windows
 from fp8moe_plugin.errors import UnsupportedError
 
@@ -45,15 +46,17 @@ def serve() -> Iterator[Callable[[Answer], tuple[str, list[dict[str, Any]]]]]:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.reply({"data": [{"id": "small"}]} if self.path == "/v1/models" else None)
+                known = self.path == "/v1/models"
+                self.reply({"data": [{"id": "small"}]} if known else None, 200 if known else 404)
 
             def do_POST(self) -> None:
                 asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.reply(answer(asked[-1]))
+                content = answer(asked[-1])
+                self.reply(content, 400 if "error" in str(content) else 200)
 
-            def reply(self, content: Any) -> None:
+            def reply(self, content: Any, status: int) -> None:
                 data = json.dumps(content).encode()
-                self.send_response(400 if "error" in str(content) else 200)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -101,16 +104,23 @@ def test_a_reading_has_the_tokens_by_their_texts(serve: Serve) -> None:
     assert (same_token(ours, reference) == 1).all()
 
 
+TOO_LONG = "The maximum context length is 512 tokens. However, the prompt has 1030. Please reduce its length."
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda body: {"error": "too long"}, "v1/completions answered 400: .*too long"),
-        (lambda body: [], "the server's answer has no usage.completion_tokens"),
+        (lambda body: {"error": "odd"}, 'v1/completions answered 400: {"error": "odd"}. If a limit is too low, serve'),
+        (lambda body: {"error": {"message": TOO_LONG, "type": "BadRequestError"}}, f"answered 400: {TOO_LONG} If a "),
+        (lambda body: {"object": "error", "message": TOO_LONG}, f"answered 400: {TOO_LONG} If a "),
+        (lambda body: {"error": {"message": "\x1b[31m"}}, r"answered 400: '\\x1b\[31m'. If a "),
+        (lambda body: {"error": {"message": ["a"]}}, "answered 400: {"),
+        (lambda body: [], "the server's answer has no usage.completion_tokens. Give the URL of a server of vLLM"),
         (lambda body: {"usage": {"completion_tokens": 1}}, "generated fewer tokens than requested"),
     ],
 )
 def test_a_server_that_answers_otherwise_is_refused(serve: Serve, answer: Answer, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(EngineError, match=message):
         Server(serve(answer)[0], TEXT, CELLS)
 
 
@@ -125,7 +135,7 @@ def test_a_server_without_logprobs_of_the_prompt_is_refused(serve: Serve, change
         return found
 
     asked = Server(serve(answer)[0], TEXT, [])
-    with pytest.raises(RuntimeError, match=r"no log-probabilities of the prompt|has no tokens"):
+    with pytest.raises(EngineError, match=r"no log-probabilities of the prompt|has no tokens"):
         asked.read(3)
 
 
@@ -140,7 +150,7 @@ def test_logprobs_in_another_form_name_the_server(serve: Serve, name: str, value
         return found
 
     url = serve(answer)[0].rstrip("/")
-    with pytest.raises(RuntimeError, match=f"{url} returned log-probabilities in a form that is not OpenAI's"):
+    with pytest.raises(EngineError, match=f"{url} returned log-probabilities in a form that is not OpenAI's"):
         Server(url, TEXT, []).read(3)
 
 
@@ -163,20 +173,26 @@ def test_an_answer_that_cannot_be_read_names_the_server(reply: bytes) -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(RuntimeError, match=f"{url}/v1/models did not answer: "):
+        with pytest.raises(EngineError, match=f"{url}/v1/models did not answer: "):
             Server(url, TEXT, [])
         thread.join()
 
 
 def test_an_answer_without_an_end_says_so(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ANSWER_BYTES", 1000)
-    with pytest.raises(RuntimeError, match="v1/completions answered with more than 1,000 bytes"):
+    with pytest.raises(EngineError, match="v1/completions answered with more than 1,000 bytes"):
         Server(serve(completion)[0], TEXT, []).read(3)
 
 
 def test_a_url_where_nothing_answers_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"127.0.0.1:9/v1/models did not answer: .*refused"):
+    with pytest.raises(EngineError, match=r"127.0.0.1:9/v1/models did not answer: .*refused"):
         Server("http://127.0.0.1:9", TEXT, [])
+
+
+def test_a_path_that_a_server_lacks_says_what_to_do(serve: Serve) -> None:
+    url = f"{serve(completion)[0]}v1"
+    with pytest.raises(EngineError, match=r"/v1/v1/models answered 404: null. Give the URL .* without /v1\.$"):
+        Server(url, TEXT, [])
 
 
 def test_a_text_of_one_window_is_refused() -> None:

@@ -276,7 +276,7 @@ def test_an_interrupt_keeps_figures_but_no_folder(
     assert report["error"] == (
         "Interrupted. The table has what was measured until then; run again, it measures everything anew."
     )
-    assert "fp8: interrupted after 5 s, before it was ready\n" in printed
+    assert "fp8 failed: interrupted after 5 s, before it was ready\n" in printed
     assert not list(tmp_path.glob("fp8moe-compare-*"))
     assert "first token of 1,024, ms" in printed
     assert report["compare"]["engines"][0]["first_token_ms"]["value"] == 2.0
@@ -323,9 +323,17 @@ def test_servers_are_two_urls(arguments: list[str], error: str, capsys: pytest.C
     assert error in capsys.readouterr().err
 
 
-def test_servers_that_do_not_answer_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_that_do_not_answer_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare.tempfile, "tempdir", str(tmp_path))
     report = tmp_path / "report.json"
     status = main(["compare", "--url", "http://127.0.0.1:9", "--baseline", "http://127.0.0.1:9", "--json", str(report)])
     assert status == 1
-    assert "candidate failed: RuntimeError: http://127.0.0.1:9/v1/models did not answer" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "candidate failed: http://127.0.0.1:9/v1/models did not answer: " in printed.out
+    assert "Check the URL" in printed.out
+    assert "Verdict: none, as candidate and baseline failed." in printed.out
+    assert (printed.out + printed.err).count("did not answer") == 2
+    assert not list(tmp_path.glob("fp8moe-compare-*"))
     assert json.loads(report.read_text())["compare"]["engines"][1]["url"] == "http://127.0.0.1:9"
