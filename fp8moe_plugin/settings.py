@@ -19,6 +19,7 @@ PREFIX = "FP8MOE_"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 LISTED_NAMES = 10  # unknown variables named in the warning about them
 UNEXPANDED = re.compile(r"\$[A-Za-z_{(]")  # as in $HOME, ${HOME}, $(HOME)
+SWITCH = "Input should be 0 (or no, off, false) or 1 (or yes, on, true)"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
@@ -128,7 +129,7 @@ def settings() -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        allowed = "Input should be 0 or 1" if Settings.model_fields[field].annotation is bool else first["msg"]
+        allowed = SWITCH if Settings.model_fields[field].annotation is bool else first["msg"]
         raise UnsupportedError(
             f"{variable(field)} is {shown(first['input'])}. {allowed}. Change or unset it."
         ) from error

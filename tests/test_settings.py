@@ -29,14 +29,31 @@ def environment_value(default: object) -> str:
     return f"`{int(default)}`" if isinstance(default, bool) else f"`{default}`"
 
 
+SWITCHES = [f"FP8MOE_{name.upper()}" for name, field in Settings.model_fields.items() if field.annotation is bool]
+ACCEPTED = "0 (or no, off, false) or 1 (or yes, on, true)"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
-    [("FP8MOE_BACKEND", "cuda", "'auto', 'sm90', 'triton' or 'reference'"), ("FP8MOE_DEBUG", "maybe", "0 or 1")],
+    [
+        ("FP8MOE_BACKEND", "cuda", "'auto', 'sm90', 'triton' or 'reference'"),
+        *((name, value, re.escape(ACCEPTED)) for name in SWITCHES for value in ("maybe", "2", "-1", " 1")),
+    ],
 )
 def test_a_value_that_is_not_allowed_is_refused(name: str, value: str, allowed: str) -> None:
     refused = pytest.raises(UnsupportedError, match=f"{name} is '{value}'. Input should be {allowed}. Change or unset")
     with h.environment(name, value), refused:
         settings()
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_takes_what_its_refusal_names(name: str) -> None:
+    words = re.findall(r"\w+", ACCEPTED.replace("or ", ""))
+    assert words == ["0", "no", "off", "false", "1", "yes", "on", "true"]
+    for value in [*words, "True", "NO"]:
+        with h.environment(name, value):
+            chosen = getattr(settings(), name.removeprefix("FP8MOE_").lower())
+        assert chosen == (value.lower() in ("1", "yes", "on", "true"))
 
 
 @pytest.mark.parametrize("field", ["cache_dir", "bundle", "tuning"])
