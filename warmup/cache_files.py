@@ -1,6 +1,7 @@
 """`cache`: shows the kernel cache, and deletes what this version does not use, or all of it."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.jit import cache
@@ -36,6 +37,8 @@ def show_or_empty(options: Options, report: Report) -> bool:
 
 
 def text(found: CacheReport) -> str:
+    if not Path(found.path).exists():
+        return f"{shown_text(found.path)} does not exist yet; the first kernel that is compiled creates it"
     what = f"{shown_text(found.path)}: {found.kernels} kernels, {found.bytes / 1e6:.2f} MB"
     if found.removed_kernels or found.removed_bytes:
         return f"{what}, after {found.removed_kernels} kernels, {found.removed_bytes / 1e6:.2f} MB, were deleted"

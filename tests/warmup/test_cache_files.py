@@ -74,9 +74,11 @@ def test_without_a_compiler_its_kernels_count_as_used(
     assert names(used_cache) == before
 
 
-def test_a_folder_that_does_not_exist_is_empty(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_does_not_exist_is_no_error(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options in ((), ("--prune",), ("--clear",)):
-        assert asked(capsys, *options)[1]["kernels"] == 0
+        text, found = asked(capsys, *options)
+        assert text == f"{cache} does not exist yet; the first kernel that is compiled creates it\n"
+        assert found["kernels"] == 0
     assert not cache.exists()
 
 
