@@ -84,7 +84,7 @@ class Engines:
             self.found[name]["error"] = str(error)
             self.names.remove(name)
             self.processes[name].kill()
-            self.progress(f"{name} failed")  # the reason is reported with the results
+            self.progress(f"{name} failed: {error}")
 
     def kill(self) -> None:
         for process in self.processes.values():

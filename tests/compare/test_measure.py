@@ -121,7 +121,7 @@ def test_short_cells_have_more_rounds(monkeypatch: pytest.MonkeyPatch, enough: f
 @pytest.mark.parametrize(("what", "times"), [("make", 0), ("read", 0), ("measure", 0), ("measure", 4)])
 def test_failed_engine_keeps_results_and_others_continue(what: str, times: int) -> None:
     results, readings, _, lines = measured({"fp8": (what, times)})
-    assert "fp8 failed" in lines  # the table below has the error
+    assert f"fp8 failed: {what} failed" in lines
     failed = results["fp8"]
     assert (failed.error, failed.log) == (f"{what} failed", "fp8.log")
     assert (failed.ready_s is None) == (what == "make")
