@@ -164,9 +164,12 @@ def check_packed_mxfp4(gen: torch.Generator, rows: int) -> None:
     for (tokens, intermediate), span in itertools.product(steps, (SPAN, 30)):
         packed = random_experts(h.seeded(0, CPU), 2, HIDDEN, intermediate, span).packed()
         x, routing = h.random_tokens(gen, tokens, HIDDEN), h.random_routing(gen, "distinct", tokens, 2, 2)
-        expected = ops.fused_moe(x.cpu(), *packed, *(part.cpu() for part in routing), weights=PACKED_MXFP4)
-        out = ops.fused_moe(x, *(part.to(DEVICE) for part in packed), *routing, weights=PACKED_MXFP4)
-        assert h.relative_l2(out.cpu(), expected) <= 2e-2
+        on_cpu, on_gpu = (x.cpu(), *packed, *(part.cpu() for part in routing)), (part.to(DEVICE) for part in packed)
+        tensors = x, *on_gpu, *routing
+        for biases in ({}, h.random_biases(gen, 2, HIDDEN, intermediate)):
+            of_cpu = {name: bias.cpu() for name, bias in biases.items()}
+            expected = ops.fused_moe(*on_cpu, **of_cpu, weights=PACKED_MXFP4)
+            assert h.relative_l2(ops.fused_moe(*tensors, **biases, weights=PACKED_MXFP4).cpu(), expected) <= 2e-2
 
 
 def check_packed_batched_experts(gen: torch.Generator, rows: int) -> None:

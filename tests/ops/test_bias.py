@@ -64,12 +64,15 @@ def test_batched_experts(device, expected_m):
     assert h.relative_l2(found[here], expected[here]) <= 0.07
 
 
-@pytest.mark.parametrize("tokens", [5, 13, 40, 300])
-def test_packed_mxfp4(device, tokens):
-    """Its layers have no kernels for many rows with a bias, and take those for few rows."""
-    experts, gen = random_experts(h.seeded(0, torch.device("cpu")), 4, 256, 256, SPAN), h.seeded(tokens, device)
+@pytest.mark.parametrize(
+    ("tokens", "hidden"),
+    [(5, 256), (13, 2048), (40, 256), (300, 256)],
+    ids=["small batch of 8", "small batch of 16", "few rows", "many rows"],
+)
+def test_packed_mxfp4(device, tokens, hidden):
+    experts, gen = random_experts(h.seeded(0, torch.device("cpu")), 4, hidden, 256, SPAN), h.seeded(tokens, device)
     packed, fp8 = (h.Layer(*(tensor.to(device) for tensor in layer)) for layer in (experts.packed(), experts.in_fp8()))
-    x, routing = h.random_tokens(gen, tokens, 256), h.random_routing(gen, "some_missing", tokens, TOPK, 4)
-    options = {"activation": OAI, "biases": h.random_biases(gen, 4, 256, 256)}
+    x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "some_missing", tokens, TOPK, 4)
+    options = {"activation": OAI, "biases": h.random_biases(gen, 4, hidden, 256)}
     out = fused_moe(x, *packed, *routing, **options["biases"], weights=PACKED_MXFP4, activation=OAI)
     assert h.relative_l2(out, h.layer_reference(x, fp8, *routing, quantized=True, **options)) <= 1e-2
