@@ -137,7 +137,7 @@ def _row_major_quantization(spec: LayerSpec) -> KernelSet:
 
 def _small_batch_kernels(spec: LayerSpec) -> KernelSet:
     found: KernelSet = {}
-    for padded_tokens, cluster in SMALL_BATCH_STAGES:
+    for padded_tokens, cluster in sorted(SMALL_BATCH_STAGES):  # of clusters with one kernel, the largest
         steps = f"in steps of up to {padded_tokens} tokens, hidden size up to {SMALL_BATCH_K_BLOCKS * GROUP * cluster}"
         first = gate_up_small_batch_key(spec, padded_tokens, cluster)
         found[first] = f"routing, quantization, GEMM 1 and SwiGLU {steps}"
