@@ -12,7 +12,7 @@
 // With PDL it runs next to gate_up_small_batch, once that lets it start: it loads weights right away, and multiplies a
 // unit once its tokens have been written, which `tokens_written` counts.
 //
-// In:   w_map     of w2: boxes of 128 rows
+// In:   w_map     of w2: boxes of 128 rows; packed MXFP4 and its scales: mxfp4_chunks.cuh
 //       q_map     of q, e4m3 [experts listed * TOKENS, I]: boxes of TOKENS rows
 //       w_scales  float32 [experts, H / 128, I / 128]
 //       scales    float32 [experts listed, I / 128, TOKENS]; kAbsent where the token does not have the expert

@@ -2,12 +2,12 @@
 // gate, up = x[a_rows[i]] @ w13[expert]^T, or x[i]. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
 // Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded (`padded_tokens`).
-// TMA interleaves 8 rows of the gate projection with the same 8 of the up projection: in wgmma's layout a thread then
-// holds both of a channel, and a tile holds a whole group of the quantization.
+// 8 rows of the gate projection are interleaved with the same 8 of the up projection, by TMA or in packed chunks: in
+// wgmma's layout a thread then holds both of a channel, and a tile holds a whole group of the quantization.
 //
 // Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
-// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16
+// In:   w_map       of w13 as [K, 8, 2, ..]: boxes of 128 x 8 x 2 x 16; packed MXFP4 and its scales: mxfp4_chunks.cuh
 //       x_map       of x, e4m3 [T, K]: boxes of one row; without a_rows [m, K] in boxes of SWIZZLE_ROWS
 //       x_scales    float32, (row, k block) at the sum of their products with the strides, plus
 //                   expert * x_scale_expert_stride

@@ -8,7 +8,7 @@
 // where K is short.
 //
 // In:   a_map, a_wide_map  boxes of 8 rows of A, and of 32;    b_map  boxes of 128 rows of weights
-//       a_scales, b_scales, table, num_tiles  as in grouped_gemm.cu
+//       a_scales, b_scales, table, num_tiles  as in grouped_gemm.cu; packed MXFP4: mxfp4_chunks.cuh
 //       bias      BIAS: float32 [experts, N], added to each row
 //       claim_pair  which of the table's counters deals out the tiles
 //       done_counters, counters_per_tile  A is the result of gate_up_few_rows, which may still run (PDL), see
