@@ -72,6 +72,7 @@ def _refusal(layer: Any, moe: Any, experts: Experts, engine: Any) -> str | None:
     backend = backend_of(layer.expert_map)
     if backend is None or backend.target != SM90:
         return NO_KERNELS
+    log_once(logging.INFO, "FP8MOE_EP=push: waiting for all ranks. If no other line follows, one has not set it")
     group = get_ep_group()
     return window_refusal(group.cpu_group, experts.spec.shape.hidden, layer.expert_map.device, backend.tuning)
 

@@ -14,6 +14,7 @@ from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.layers.vllm import push
 from fp8moe_plugin.layers.vllm.push import PushedExperts, pushed_experts
+from fp8moe_plugin.plan.keys import SM90
 from tests import helpers as h
 from tests.checkpoint.test_model import V3, describe
 from tests.layers.vllm.one_rank import step_of
@@ -57,6 +58,18 @@ def test_vllms_all_to_all_is_used_and_the_log_says_why(switched_on, plugin_log, 
     assert plugin_log.messages[-1].startswith(
         f"fp8moe: FP8MOE_EP=push: vLLM's all-to-all is used, because there is {why}"
     )
+
+
+def test_the_log_says_what_ranks_wait_for(switched_on, plugin_log, monkeypatch):
+    """A rank without the variable leaves the others waiting."""
+    said = []
+    monkeypatch.setattr(push, "backend_of", lambda tensor: SimpleNamespace(target=SM90, tuning=None))
+    monkeypatch.setattr(push, "get_ep_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(push, "window_refusal", lambda *_: said.extend(plugin_log.messages) or "a reason")
+    plugin_log.set_level("INFO", logger="fp8moe")
+    experts = SimpleNamespace(spec=SimpleNamespace(shape=SimpleNamespace(hidden=256)))
+    assert pushed_experts(LAYER, SimpleNamespace(moe_parallel_config=TWO), experts, ENGINE) is None
+    assert said == ["fp8moe: FP8MOE_EP=push: waiting for all ranks. If no other line follows, one has not set it"]
 
 
 def test_it_is_off_by_default(plugin_log):
