@@ -103,6 +103,7 @@ def plan_batched(
 
 
 def batched_tile(weights: WeightFormat, expected_m: int, tuning: GpuTuning) -> RowTile:
+    """Returns the tiles of batched experts of which the caller expects about so many rows."""
     if weights not in PACKED_FORMATS and expected_m > BATCHED_FEW_ROWS:
         return MANY_ROWS
     return row_tile(weights, expected_m, tuning)
