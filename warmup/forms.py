@@ -55,17 +55,21 @@ def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> l
     if len(fitting) == 1:
         return [f"{start} Only {fitting[0]} fits."]
     rows = model.experts.topk * dp / model.experts.experts  # of an expert, for each token
-    turn, limit = int(MXFP4_ROWS_PER_EXPERT / rows), f"{MXFP4_ROWS_PER_EXPERT} rows per expert on an H200"
+    turns = {gpu: int(most / rows) for gpu, most in MXFP4_ROWS_PER_EXPERT.items()}
     longest = f"of {tokens:,} tokens ({round(rows * tokens, 1):g} rows)"
-    if tokens <= turn:
+    if tokens <= min(turns.values()):
+        limits = ", ".join(f"{most} on an {gpu}" for gpu, most in MXFP4_ROWS_PER_EXPERT.items())
         return [
-            f"{start} Up to {limit}, mxfp4 is faster, because kernels read fewer bytes, and the longest steps, "
-            f"{longest}, have fewer: take mxfp4, the default."
+            f"{start} Up to a number of rows per expert, {limits}, mxfp4 is faster, because kernels read fewer bytes, "
+            f"and the longest steps, {longest}, have fewer: take mxfp4, the default."
         ]
+    limits = " or ".join(
+        f"{turns[gpu]:,} tokens on an {gpu} ({most} rows per expert)" for gpu, most in MXFP4_ROWS_PER_EXPERT.items()
+    )
     memory_too = "" if found[0].fits else " and memory allows"
     return [
-        f"{start} In steps of up to {turn:,} tokens ({limit}), mxfp4 is faster, because kernels read fewer bytes; in "
-        f"longer ones, up to those {longest}, fp8 is. Where long prefills dominate{memory_too}, set {SETTING}=fp8."
+        f"{start} In steps of up to {limits}, mxfp4 is faster, because kernels read fewer bytes; in longer ones, up to "
+        f"those {longest}, fp8 is. Where long prefills dominate{memory_too}, set {SETTING}=fp8."
     ]
 
 

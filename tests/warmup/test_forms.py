@@ -44,7 +44,11 @@ def test_each_form_is_counted(flash: Model, way: tuple[int, ...], sglang: bool) 
     ("parallel", "tokens", "wanted"),
     [
         (Parallel(8), 2048, "the longest steps, of 2,048 tokens (48 rows), have fewer: take mxfp4, the default."),
-        (Parallel(8), 8192, "In steps of up to 2,048 tokens (48 rows per expert on an H200), mxfp4 is faster"),
+        (
+            Parallel(8),
+            8192,
+            "In steps of up to 2,048 tokens on an H200 (48 rows per expert) or 4,096 tokens on an H100",
+        ),
         (Parallel(1, 8, 8), 8192, "In steps of up to 256 tokens"),
         (
             Parallel(8),
