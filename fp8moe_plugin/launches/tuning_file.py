@@ -87,24 +87,30 @@ def read_tuning(path: Path, gpu: str) -> TuningFile | str:
     Raises:
         UnsupportedError: it cannot be read, or `fp8moe-warmup tune` of this version did not write it.
     """
-    file, version = made_for(path), plugin_version()
+    content, version = _content(path), plugin_version()
+    file = _parsed(MadeFor, content, path)
     if (file.gpu, file.version) != (gpu, version):
         return f"it is for {file}, and this is {shown_text(gpu)} and {version}"
-    return _parsed(TuningFile, path)
+    return _parsed(TuningFile, content, path)
 
 
 def made_for(path: Path) -> MadeFor:
     """Returns the GPU and the version that a tuning file is for. Raises `UnsupportedError`, see `read_tuning`."""
-    return _parsed(MadeFor, path)
+    return _parsed(MadeFor, _content(path), path)
 
 
-def _parsed(kind: type[Kind], path: Path) -> Kind:
+def _content(path: Path) -> bytes:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         raise UnsupportedError(
             f"FP8MOE_TUNING is {shown_text(path)}, which cannot be read: {error.strerror}. Correct or unset it."
         ) from error
+
+
+def _parsed(kind: type[Kind], content: bytes, path: Path) -> Kind:
+    try:
+        return kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"{part}: " for part in first["loc"])
