@@ -55,20 +55,18 @@ def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> l
     if len(fitting) == 1:
         return [f"{start} Only {fitting[0]} fits."]
     rows = model.experts.topk * dp / model.experts.experts  # of an expert, for each token
-    turns = {gpu: int(most / rows) for gpu, most in MXFP4_ROWS_PER_EXPERT.items()}
+    by_gpu = MXFP4_ROWS_PER_EXPERT.items()
     longest = f"of {tokens:,} tokens ({round(rows * tokens, 1):g} rows)"
-    if tokens <= min(turns.values()):
-        limits = ", ".join(f"{most} on an {gpu}" for gpu, most in MXFP4_ROWS_PER_EXPERT.items())
+    if tokens <= min(int(most / rows) for _, most in by_gpu):
+        limits = ", ".join(f"{most} on an {gpu}" for gpu, most in by_gpu)
         return [
             f"{start} Up to a number of rows per expert, {limits}, mxfp4 is faster, because kernels read fewer bytes, "
             f"and the longest steps, {longest}, have fewer: take mxfp4, the default."
         ]
-    limits = " or ".join(
-        f"{turns[gpu]:,} tokens on an {gpu} ({most} rows per expert)" for gpu, most in MXFP4_ROWS_PER_EXPERT.items()
-    )
+    turns = " or ".join(f"{int(most / rows):,} tokens on an {gpu} ({most} rows per expert)" for gpu, most in by_gpu)
     memory_too = "" if found[0].fits else " and memory allows"
     return [
-        f"{start} In steps of up to {limits}, mxfp4 is faster, because kernels read fewer bytes; in longer ones, up to "
+        f"{start} In steps of up to {turns}, mxfp4 is faster, because kernels read fewer bytes; in longer ones, up to "
         f"those {longest}, fp8 is. Where long prefills dominate{memory_too}, set {SETTING}=fp8."
     ]
 
