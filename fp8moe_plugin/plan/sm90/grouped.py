@@ -103,14 +103,14 @@ def plan_batched(
 
 
 def batched_tile(weights: WeightFormat, expected_m: int, tuning: GpuTuning) -> RowTile:
-    """Returns the tiles of batched experts of which the caller expects about so many rows."""
+    """Returns the tiles of batched experts, by how many rows of each the caller expects."""
     if weights not in PACKED_FORMATS and expected_m > BATCHED_FEW_ROWS:
         return MANY_ROWS
     return row_tile(weights, expected_m, tuning)
 
 
 def row_tile(weights: WeightFormat, rows_per_expert: float, tuning: GpuTuning) -> RowTile:
-    """Returns the tiles of experts of about so many rows, on average over the experts of all ranks."""
+    """Returns the tiles of experts, by their rows on average over the experts of all ranks."""
     few, many = (PACKED_FEW_ROWS, UNTAILED) if weights in PACKED_FORMATS else (FEW_ROWS, MANY_ROWS)
     return few if rows_per_expert <= few_rows_per_expert(weights, tuning) else many
 

@@ -33,7 +33,7 @@ ROWS = QuantSpec(FP8_CHANNEL, scale="weight_scale", dense=FP8_CHANNEL)
 
 
 def step_of(patch: pytest.MonkeyPatch, sizes: list[int]) -> None:
-    """Make vLLM say that each rank has so many tokens in this step."""
+    """Make vLLM report these numbers of tokens, one for each rank, in this step."""
     context = SimpleNamespace(dp_metadata=DPMetadata(torch.tensor(sizes), sizes))
     patch.setattr(gather, "get_forward_context", lambda: context)
 
