@@ -56,11 +56,22 @@ def layers(*found: Row) -> str:
     return table(["tokens", *LAYERS.values()], ([t, *(cell(t, shape) for shape in LAYERS)] for t in steps))
 
 
-def by_tokens(found: Row, column: str, cell: Callable[[Row], str]) -> str:
-    """A row for each number of tokens, with a cell for each model or shape."""
-    cells = {(row[column], row["tokens"]): cell(row) for row in found["rows"]}
-    names, steps = (list(dict.fromkeys(row[key] for row in found["rows"])) for key in (column, "tokens"))
-    return table(["tokens", *names], ([t, *(cells[name, t] for name in names)] for t in steps))
+def by_tokens(found: Row, column: str, cell: Callable[[Row], str], tokens: str = "tokens") -> str:
+    """A row for each number of tokens, or of those of an expert, with a cell for each model or shape."""
+    cells = {(row[column], row[tokens]): cell(row) for row in found["rows"]}
+    names, steps = (list(dict.fromkeys(row[key] for row in found["rows"])) for key in (column, tokens))
+    header = [tokens.replace("_", " "), *names]
+    return table(header, ([t, *(cells[name, t] for name in names)] for t in steps))
+
+
+def batched(found: Row) -> str:
+    """Batched experts by rows of each: DeepGEMM's time over ours, and ours in microseconds."""
+
+    def cell(row: Row) -> str:
+        ours, peer = row["us"][OURS], row["us"]["deepgemm"]
+        return f"{peer / ours:.2f} ({ours:.0f})"
+
+    return by_tokens(found, "shape", cell, "rows_per_expert")
 
 
 def models(found: Row) -> str:
@@ -404,6 +415,7 @@ class Table(NamedTuple):
 TABLES = {
     "layer": Table(("moe_layer-2026-11-22", "moe_layer-other_sizes-2026-11-22"), layers),
     "layer-h100": Table(("moe_layer-h100-2026-11-26",), layers),
+    "batched": Table(("batched_layer-2026-11-30",), batched),
     "models-h100": Table(("models_layer-2026-11-26",), models),
     "more-models-h100": Table(("models_layer-h100-2026-11-28",), models),
     "models-h200": Table(("models_layer-2026-11-27",), models),
