@@ -1,9 +1,10 @@
-"""What a release needs: a section of the changelog, a version from the tag, one wheel, and tools with a version."""
+"""What a release needs: a section of the changelog, a version from the tag, one wheel with kernels, pinned tools."""
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -26,13 +27,23 @@ CHANGELOG = """# Changelog
 """
 
 
+COMPILER = "def nvrtc_version(): return 'nvrtc 12.8.93'"
+# A warm-up that compiles two kernels into the cache, and reports a fault of one.
+WARMUP = """
+import json, os, pathlib
+cache = pathlib.Path(os.environ["FP8MOE_CACHE_DIR"])
+cache.mkdir(parents=True)
+kernels = [{"kernel": name, "entry": f"{name}.cubin", "detail": detail} for name, detail in KERNELS.items()]
+for kernel in kernels:
+    (cache / kernel["entry"]).touch()
+print(json.dumps({"kernels": kernels}))
+"""
+
+
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / ".ci")
+        return importlib.import_module(name)
 
 
 @pytest.fixture
@@ -68,6 +79,44 @@ def test_a_tagged_wheel_replaces_earlier_ones(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(build_wheel, "run", auditwheel)
     assert build_wheel.tag_into(tmp_path, Path("built.whl")) == tmp_path / new
     assert {path.name for path in tmp_path.iterdir()} == {new, *others}
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """Compiles with NVRTC 12.8.93 what a warm-up in its place has."""
+    nvrtc = script("nvrtc")
+    monkeypatch.setattr(nvrtc, "ROOT", tmp_path)
+    monkeypatch.setattr(nvrtc, "environment_of", lambda version: Path(sys.executable))
+
+    def compile_all(version: str, **details: str | None) -> bool:
+        files = {"fp8moe_plugin/jit/compiler": COMPILER, "warmup/__main__": f"KERNELS = {details}\n{WARMUP}"}
+        for name, text in files.items():
+            path = tmp_path / "source" / f"{name}.py"
+            path.parent.mkdir(parents=True)
+            path.write_text(text)
+        return bool(nvrtc.bundle_kernels(version, tmp_path / "kernels.tar", tmp_path / "source"))
+
+    return compile_all
+
+
+def test_kernels_without_a_fault_are_fit(compiled: Callable[..., bool]) -> None:
+    assert compiled("12.8.93", good=None)
+
+
+def test_kernels_with_a_fault_are_not_kept(
+    compiled: Callable[..., bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not compiled("12.8.93", good=None, spills="8 bytes stack frame")
+    assert "spills: 8 bytes stack frame\n" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / ".versions/kernels/12.8.93").iterdir()] == ["good.cubin"]
+
+
+def test_kernels_of_another_nvrtc_are_refused(
+    compiled: Callable[..., bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not compiled("12.9.86", good=None)
+    assert "nvrtc 12.8.93 is what the kernels would be compiled with\n" in capsys.readouterr().err
+    assert not (tmp_path / ".versions").exists()
 
 
 def test_tools_of_a_release_have_a_version() -> None:
