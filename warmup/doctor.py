@@ -209,7 +209,7 @@ def _wheel(facts: Diagnosis, target: str) -> Iterator[Finding]:
     if shipped is None:
         yield Finding(subject="wheel", found=f"no kernels for {target} were installed with the plugin")
         return
-    facts.wheel = diagnosis.kernel_bundle(wheel.KERNELS, shipped)
+    facts.wheel = diagnosis.kernel_bundle(wheel.kernels_file(), shipped)
     yield Finding(subject="wheel", found=str(facts.wheel), ok=True)
 
 

@@ -159,7 +159,7 @@ def place(origin: Origin) -> str:
         case Origin.CACHE:
             return f" {shown_text(cache.cache_dir())}"
         case Origin.WHEEL:
-            return f" {shown_text(wheel.KERNELS)}"
+            return f" {shown_text(wheel.kernels_file())}"
         case Origin.COMPILER:
             return ""
 

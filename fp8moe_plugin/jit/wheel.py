@@ -1,7 +1,9 @@
-"""The kernels in a wheel: a bundle of all CUDA kernels, which `make wheel` adds. A checkout does not have it."""
+"""The kernels in a wheel: a bundle of all CUDA kernels for each major version of CUDA, which `make wheel` adds.
+
+A checkout has none.
+"""
 
 import logging
-import re
 from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
@@ -12,24 +14,28 @@ from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan.keys import SM90, KernelKey
 
-KERNELS = Path(__file__).parents[1] / "kernels.tar"
+FOLDER = Path(__file__).parents[1]
+NEWEST = 13  # CUDA, for which there are kernels: they serve with newer ones, too
 REMEDY = "install the wheel again"
+
+
+def kernels_file() -> Path:
+    """Returns where the wheel has the kernels for the CUDA of cuda-bindings, which in general is that of the driver.
+
+    Drivers refuse kernels of a newer CUDA.
+    """
+    cuda = int(metadata.version("cuda-bindings").partition(".")[0])
+    return FOLDER / f"kernels-cuda{min(cuda, NEWEST)}.tar"
 
 
 def installed_kernels(target: str) -> Bundle | None:
     """Returns the kernels that were installed with this package, or None if there are none for a target.
 
     Raises:
-        CacheError: they cannot be read, or cuda-bindings are of an older CUDA, and so is the driver in general.
+        CacheError: they cannot be read.
     """
-    if target != SM90 or not KERNELS.exists():
-        return None
-    kernels = read_bundle(KERNELS, REMEDY)
-    bindings, compiler = metadata.version("cuda-bindings"), kernels.manifest.compiler
-    compiled = re.match(r"nvrtc (\d{1,3})\.", compiler)
-    if compiled and int(compiled[1]) > int(bindings.partition(".")[0]):
-        raise CacheError(f"the wheel's kernels, by {compiler}, are not used with cuda-bindings {bindings}")
-    return kernels
+    path = kernels_file()
+    return read_bundle(path, REMEDY) if target == SM90 and path.exists() else None
 
 
 def complete_kernels(keys: Collection[KernelKey]) -> Bundle | None:

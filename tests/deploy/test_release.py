@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from fp8moe_plugin.jit.wheel import NEWEST
+
 ROOT = Path(__file__).parents[2]
 CHANGELOG = """# Changelog
 
@@ -79,6 +81,11 @@ def test_a_tagged_wheel_replaces_earlier_ones(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(build_wheel, "run", auditwheel)
     assert build_wheel.tag_into(tmp_path, Path("built.whl")) == tmp_path / new
     assert {path.name for path in tmp_path.iterdir()} == {new, *others}
+
+
+def test_a_wheel_has_kernels_for_each_cuda() -> None:
+    versions = script("build_wheel").pinned()
+    assert sorted(int(version.split(".")[0]) for version in versions) == [*range(12, NEWEST + 1)]
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def unload(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernel is loaded or in a wheel; the settings that the test makes are forgotten after it, also if it fails."""
-    monkeypatch.setattr(wheel, "KERNELS", Path("absent"))
+    monkeypatch.setattr(wheel, "FOLDER", Path("absent"))
     unload(monkeypatch)
     yield
     monkeypatch.undo()
@@ -219,7 +219,7 @@ def test_kernels_of_a_model_load_in_less_than_300_ms(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "warmup", "compile"], env=environment, check=True)
     environment["FP8MOE_JIT"] = "forbid"
     done = subprocess.run([sys.executable, "-c", LOAD_ALL_OF_A_MODEL], env=environment, capture_output=True, text=True)
-    assert f"'{'wheel' if wheel.KERNELS.exists() else 'cache'}'" in done.stdout, done.stderr
+    assert f"'{'wheel' if wheel.kernels_file().exists() else 'cache'}'" in done.stdout, done.stderr
     assert float(done.stdout.split()[-1]) < 0.3
 
 

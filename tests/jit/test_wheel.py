@@ -15,19 +15,21 @@ from warmup import kernels as warmup_kernels
 from warmup.__main__ import main
 
 KEY, OTHER = (KernelKey("tiny", (("VALUE", value),)) for value in (3, 4))
-MADE_BY = "nvrtc 13.0.1"  # this machine has another one
+MADE_BY, MADE_BY_12 = "nvrtc 13.0.1", "nvrtc 12.8.1"  # this machine has another one
 NOT_ALL = "the wheel does not provide all kernels: "
 
 
 @pytest.fixture
 def installed(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
-    """The file of kernels in a wheel, with KEY alone."""
+    """The file of kernels for CUDA 13 in a wheel, with KEY alone, beside one for CUDA 12."""
     caplog.set_level(logging.INFO, logger="fp8moe")
-    path = tmp_path / "site-packages" / "kernels.tar"
-    path.parent.mkdir()
-    bundle.write_bundle(path, {KEY: compiler.compile_kernel(KEY).cubin}, MADE_BY)
-    monkeypatch.setattr(wheel, "KERNELS", path)
-    return path
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    cubins = {KEY: compiler.compile_kernel(KEY).cubin}
+    bundle.write_bundle(folder / "kernels-cuda12.tar", cubins, MADE_BY_12)
+    bundle.write_bundle(folder / "kernels-cuda13.tar", cubins, MADE_BY)
+    monkeypatch.setattr(wheel, "FOLDER", folder)
+    return folder / "kernels-cuda13.tar"
 
 
 def test_another_compiler_does_not_matter_under_forbid(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +44,9 @@ def test_another_compiler_does_not_matter_under_forbid(installed: Path, monkeypa
 def test_no_compiler_is_needed_under_forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, FP8MOE_JIT="forbid")
     assert find_or_compile(KEY).origin == Origin.WHEEL
-    with pytest.raises(KernelNotPrecompiled, match=r"NVRTC cannot be loaded .*kernels.tar does not contain it\), and"):
+    with pytest.raises(
+        KernelNotPrecompiled, match=r"NVRTC cannot be loaded .*kernels-cuda13.tar does not contain it\), and"
+    ):
         find_or_compile(OTHER)
 
 
@@ -80,12 +84,32 @@ def test_a_damaged_cache_entry_costs_one_warning(
     assert caplog.text.count("is damaged: its checksum differs; the wheel's kernel is used") == 1
 
 
-def test_an_environment_of_cuda_12_does_not_get_kernels_of_cuda_13(
-    installed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("bindings", "cuda", "made_by"),
+    [
+        ("12.8.0", 12, MADE_BY_12),
+        ("12.9.10", 12, MADE_BY_12),
+        ("13.0.1", 13, MADE_BY),
+        ("13.5.0", 13, MADE_BY),
+        ("14.0.0", 13, MADE_BY),
+    ],
+)
+def test_the_bindings_choose_the_newest_kernels_not_newer(
+    installed: Path, bindings: str, cuda: int, made_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metadata, "version", lambda package: "12.9.4")
+    set_variables(monkeypatch, FP8MOE_JIT="forbid")
+    monkeypatch.setattr(metadata, "version", {"cuda-bindings": bindings}.__getitem__)
+    found = find_or_compile(KEY)
+    assert found.origin == Origin.WHEEL
+    assert lookup.compiler_of(found.origin, KEY.target) == made_by
+    assert lookup.place(found.origin) == f" {installed.with_name(f'kernels-cuda{cuda}.tar')}"
+
+
+def test_bindings_do_not_get_kernels_of_newer_cuda(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed.with_name("kernels-cuda12.tar").unlink()
+    monkeypatch.setattr(metadata, "version", {"cuda-bindings": "12.9.4"}.__getitem__)
+    assert wheel.installed_kernels(KEY.target) is None
     assert find_or_compile(KEY).origin == Origin.COMPILER
-    assert f"{NOT_ALL}the wheel's kernels, by {MADE_BY}, are not used with cuda-bindings 12.9.4" in caplog.text
 
 
 def test_other_gpus_have_none_in_it(installed: Path) -> None:
