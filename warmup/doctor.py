@@ -225,7 +225,7 @@ def _gpu(facts: Diagnosis) -> Iterator[Finding]:
         found = f"{what}{_driver(facts.driver)}; {served}"
         yield Finding(subject=f"GPU {gpu.ordinal}", found=found, ok=gpu.served)
     yield from all_to_all.links(facts.gpus)
-    archive = facts.bundle or (None if facts.compiler else facts.wheel)
+    archive = facts.bundle or facts.wheel
     compiler = archive.compiler if archive else facts.compiler
     compiled = re.match(r"nvrtc (\d{1,3})\.", compiler or "")
     if compiler and compiled and int(compiled[1]) > int(facts.driver.cuda.partition(".")[0]):

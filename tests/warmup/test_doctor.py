@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from fp8moe_plugin.errors import KernelNotPrecompiled
-from fp8moe_plugin.jit import bundle, compiler
+from fp8moe_plugin.jit import bundle, compiler, wheel
 from fp8moe_plugin.jit import cache as kernel_cache
 from fp8moe_plugin.jit.compiler import compile_kernel, nvrtc_version
 from fp8moe_plugin.jit.lookup import find_or_compile, remedy
@@ -271,6 +272,30 @@ def test_gpus_and_a_driver_that_is_too_old_for_the_kernels(
     assert f"ok     GPU 0: {what}; backend triton\n" in printed
     assert "WRONG  GPU 1: NVIDIA A2, 24.0 GB, compute capability 8.6" in printed
     assert ("WRONG  driver: supports CUDA 12.8, and refuses kernels compiled by nvrtc" in printed) is not ok
+
+
+@pytest.mark.parametrize(("bindings", "ok"), [("12.9.10", True), ("13.5.0", False)])
+def test_the_wheels_kernels_need_a_driver_not_the_compiler(
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    bindings: str,
+    ok: bool,
+) -> None:
+    """The driver is for CUDA 12, and NVRTC of CUDA 13 is installed."""
+    served = {"compute_capability": "9.0", "served": True, "backend": "sm90", "refusal": None}
+    gpu = Gpu(ordinal=0, name="H200", memory_bytes=150_000_000_000, **served)
+    monkeypatch.setattr(diagnosis, "driver_and_gpus", lambda: (Driver(version=None, cuda="12.8"), [gpu]))
+    monkeypatch.setattr(wheel, "FOLDER", tmp_path)
+    for cuda, compiled in (("12", "nvrtc 12.8.93"), ("13", "nvrtc 13.0.88")):
+        bundle.write_bundle(tmp_path / f"kernels-cuda{cuda}.tar", {COMBINE: compile_kernel(COMBINE).cubin}, compiled)
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: bindings if name == "cuda-bindings" else installed(name))
+    printed = doctor(capsys)[1]
+    assert f"kernels-cuda{bindings[:2]}.tar, 1 kernels compiled by nvrtc {bindings[:2]}." in printed
+    refused = "WRONG  driver: supports CUDA 12.8, and refuses kernels compiled by nvrtc 13.0.88. Update it, or install"
+    assert (refused in printed) is not ok
 
 
 def test_weights_that_are_larger_than_a_gpu(
