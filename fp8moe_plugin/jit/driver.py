@@ -102,12 +102,12 @@ def _check_driver(compiler: str, cuda: int | None) -> None:
     version = check(*driver.cuDriverGetVersion(), "question for its version")
     major = version // 1000
     if cuda and cuda > major:
-        way = f"in an environment with fp8moe-plugin[cu{major}] and a PyTorch for CUDA {major}"
+        way = f"serve from an environment with fp8moe-plugin[cu{major}] and a PyTorch for CUDA {major}"
         if compiler.startswith("triton"):
-            way = f"with an older Triton, whose assembler is that of CUDA {major}"
+            way = f"compile them with an older Triton, whose assembler is that of CUDA {major}"
         raise LaunchError(
             f"The NVIDIA driver supports CUDA {major}.{version % 1000 // 10}, but the kernels were compiled by "
-            f"{shown(compiler)} and need a driver for CUDA {cuda}. Either update the driver, or compile them {way}."
+            f"{shown(compiler)} and need a driver for CUDA {cuda}. Either update the driver, or {way}."
         )
 
 

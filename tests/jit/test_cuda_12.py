@@ -49,7 +49,7 @@ def test_kernels_for_newer_cuda_than_driver_are_refused() -> None:
         check("nvrtc 13.0.88", 13)
     assert str(caught.value).startswith(
         "The NVIDIA driver supports CUDA 12.8, but the kernels were compiled by 'nvrtc 13.0.88' and need a driver for "
-        "CUDA 13. Either update the driver, or compile them in an environment with fp8moe-plugin[cu12]"
+        "CUDA 13. Either update the driver, or serve from an environment with fp8moe-plugin[cu12]"
     )
     with pytest.raises(LaunchError, match="or compile them with an older Triton, whose assembler is that of CUDA 12"):
         check("triton 3.9.0", 13)
