@@ -74,7 +74,7 @@ def block_fp8(
             "FP8MOE_FP4_EXPERTS: the experts then stay in MXFP4."
         )
     # int32, which index_select takes as it is
-    index = torch.add(blocks.codes.unflatten(-1, (EXPONENTS, -1)), blocks.below[..., None], alpha=256)
+    index = torch.add(blocks.codes.unflatten(-1, (EXPONENTS, -1)), blocks.below.int()[..., None], alpha=256)
     q = _pairs(codes.device).index_select(0, index.flatten()).view(FP8).view(GROUP * len(index), -1)
     return q[:n, :k].contiguous(), bases(blocks.largest)
 

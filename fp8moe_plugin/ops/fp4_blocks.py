@@ -25,14 +25,15 @@ class Fp4Blocks(NamedTuple):
 
     codes: torch.Tensor  # uint8 [row blocks, 128, K blocks, 64]
     exponent: torch.Tensor  # uint8 [row blocks, 128, K blocks, 4]
-    nonzero: torch.Tensor  # bool, likewise: whether a group has an exponent
-    below: torch.Tensor  # int32, likewise: the largest exponent of the block minus the group's; 0 if it has none
-    largest: torch.Tensor  # int32 [row blocks, K blocks]
+    below: torch.Tensor  # uint8, likewise: the largest exponent of the block minus the group's; any for groups of zeros
+    largest: torch.Tensor  # uint8 [row blocks, K blocks]
     span: int  # the largest of `below`, or a number up to `SPAN` that is not less
 
     @classmethod
     def of(cls, codes: torch.Tensor, exponents: torch.Tensor, most: int = UNKNOWN) -> "Fp4Blocks":
         """Divides a weight into blocks. It waits for the device if `most` is more than `SPAN`.
+
+        Groups of zeros are told apart only then. Otherwise their exponents are close enough to count.
 
         Args:
             codes: uint8 `[N, K/2]`.
@@ -40,13 +41,21 @@ class Fp4Blocks(NamedTuple):
             most: by how much they differ at most.
         """
         packed, exponent = _blocks(codes, CODES), _blocks(exponents.view(torch.uint8), EXPONENTS)
-        magnitudes = packed.view(torch.int64) & int.from_bytes(bytes([MAGNITUDES]) * WORD, "little")
-        nonzero = torch.logical_or(*magnitudes.view(*exponent.shape, WORDS).unbind(-1))
-        wide = exponent.new_empty(exponent.shape, dtype=torch.int32)  # differences may be negative
-        largest = torch.mul(exponent, nonzero, out=wide).amax((1, 3), keepdim=True)
-        below = (largest - exponent) * nonzero
-        span = most if most <= SPAN else int(below.max())
-        return cls(packed, exponent, nonzero, below, largest[:, 0, :, 0], span)
+        if most <= SPAN:
+            largest, span = exponent.amax((1, 3), keepdim=True), most
+            below = (largest - exponent).clamp_(max=SPAN)  # zeros at the edges are further below
+        else:
+            counted = nonzero_groups(packed)
+            largest = (exponent * counted).amax((1, 3), keepdim=True)
+            below = (largest - exponent) * counted
+            span = int(below.max())
+        return cls(packed, exponent, below, largest[:, 0, :, 0], span)
+
+
+def nonzero_groups(codes: torch.Tensor) -> torch.Tensor:
+    """Returns for the codes of blocks which groups of them are not all zero: bool `[.., 4]` of uint8 `[.., 64]`."""
+    magnitudes = codes.view(torch.int64) & int.from_bytes(bytes([MAGNITUDES]) * WORD, "little")
+    return torch.logical_or(*magnitudes.unflatten(-1, (EXPONENTS, WORDS)).unbind(-1))
 
 
 def _blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -62,7 +71,7 @@ def _blocks(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 def bases(largest: torch.Tensor) -> torch.Tensor:
     """Returns the scales of blocks, float32 2^(exponent - 127 - `LARGEST_EXPONENT`), by their largest exponent."""
-    return _bases(largest.device).index_select(0, largest.flatten()).view(largest.shape)
+    return _bases(largest.device).index_select(0, largest.int().flatten()).view(largest.shape)
 
 
 @table

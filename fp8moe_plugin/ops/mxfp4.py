@@ -35,6 +35,7 @@ from fp8moe_plugin.ops.fp4_blocks import (
     SPAN,
     Fp4Blocks,
     bases,
+    nonzero_groups,
 )
 from fp8moe_plugin.ops.tables import table
 
@@ -61,13 +62,12 @@ class Steps(NamedTuple):
 
 def steps_of(blocks: Fp4Blocks) -> Steps:
     """Divides a weight into steps."""
-    packed, exponent, nonzero, below = (
-        tensor.transpose(1, 2) for tensor in (blocks.codes, blocks.exponent, blocks.nonzero, blocks.below)
-    )
+    packed, exponent, below = (tensor.transpose(1, 2) for tensor in (blocks.codes, blocks.exponent, blocks.below))
     rows, k_blocks = packed.shape[:2]
     if blocks.span <= SPAN:
         base = bases(blocks.largest)
         return Steps(packed, below, base, base.new_empty(rows, 0))
+    nonzero = nonzero_groups(blocks.codes).transpose(1, 2)
     first = _step(packed, exponent, nonzero, torch.ones_like(nonzero))
     left = ~first.taken
     used, further = torch.zeros(rows, dtype=torch.int64, device=packed.device), []

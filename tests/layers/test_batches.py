@@ -234,7 +234,7 @@ def test_a_batch_takes_few_launches(order):
     with counted("meta") as operations:
         layer.at_once(given)
     stacked, padded, scattered = 2, 2, 5 * (order == "backwards")
-    assert operations.launches == 2 * len(given) + (12 + stacked + padded + scattered) * len(SHARDS)
+    assert operations.launches == 2 * len(given) + (10 + stacked + padded + scattered) * len(SHARDS)
 
 
 def test_batches_take_little_memory():

@@ -95,6 +95,18 @@ def test_exponents_of_zeros_do_not_count(zeros):
     assert torch.equal(actual.signbit(), wanted.signbit())
 
 
+def test_groups_of_zeros_count_while_no_exponent_is_far_off():
+    """Those of the edges have none, and stay valid."""
+    codes, exponents = weight(seeded(0, CPU), 192, 320, SPAN - 1)
+    codes[:, 16:32], exponents[:, 1] = ZERO, 161
+    blocks = Fp4Blocks.of(codes, exponents, SPAN)
+    assert (blocks.largest[0] == torch.tensor([161, *blocks.exponent[:128, :, 1:].amax((0, 1, 3))])).all()
+    assert int(blocks.below.max()) == SPAN
+    steps, expert = steps_of(blocks), empty(256, 384)
+    write_down(*expert, steps)
+    assert torch.equal(dequantize(*expert, gate_up=False).double()[:192, :320], dequantized(codes, exponents))
+
+
 @pytest.mark.parametrize("span", [9, 33])
 @pytest.mark.parametrize("first", [0, 1])
 def test_gate_and_up_arrive_in_any_order(first, span):

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.seam
 no_engine = loaded_model.no_engine
 
 PROJECTIONS = 3 * EXPERTS
-LAUNCHES = 17  # of a projection, with its copies and what is done on the host
-PACKED_LAUNCHES, BATCH_LAUNCHES = 5, 14  # the latter of a batch of projections, here of one shard's of all experts
+LAUNCHES = 15  # of a projection, with its copies and what is done on the host
+PACKED_LAUNCHES, BATCH_LAUNCHES = 5, 11  # the latter of a batch of projections, here of one shard's of all experts
 
 
 @pytest.mark.parametrize(
