@@ -9,8 +9,8 @@ CUDA graphs have their addresses, and so is EPLB with them, because all ranks wo
 
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ from fp8moe_plugin.ops.mxfp4 import Steps, further_steps, steps_of, widened, wri
 
 logger = logging.getLogger("fp8moe")
 
-MOVED = torch.int64, torch.float32  # dtypes in which weights and scales of experts are gathered: bytes would take long
-BATCH_BYTES = 1 << 24  # of codes that are packed at once; the device needs up to ten times as much meanwhile
+BATCH_BYTES = 28 << 20  # of codes of a shard that wait to be packed at once
+RUN_BYTES = 16 << 20  # of these that are written at once, which takes four times as much meanwhile
 
 
 class Share(NamedTuple):
@@ -119,44 +119,49 @@ class ShardBatch:
         return 1 if self.down else 2
 
     @property
+    def size(self) -> int:
+        """Bytes of the codes of a projection."""
+        shape = self.parameters[0].shape
+        return math.prod(shape[1:]) * CODE_BYTES // (CHUNK_BYTES * self.per_parameter)
+
+    @property
     def waits(self) -> bool:
         """Whether others may be packed with these. A projection that may be refused is not kept waiting."""
-        shape = self.parameters[0].shape
-        size = math.prod(shape[1:]) * CODE_BYTES // (CHUNK_BYTES * self.per_parameter)
         refusable = (self.running or self.balanced) and any(each.most > SPAN for each in self.projections.values())
-        return not refusable and len(self.projections) < min(shape[0], BATCH_BYTES // size)
+        return not refusable and len(self.projections) < min(len(self.parameters[0]), BATCH_BYTES // self.size)
 
     def write(self) -> None:
-        """Pack the projections.
+        """Pack the projections, which do not wait any more.
 
         Raises:
             CheckpointError: a running layer has no room for the steps of one.
             UnsupportedError: one has further steps, and ranks exchange experts.
         """
-        found, form = list(self.projections.values()), (self.down, self.share)
-        codes = _joined(Role.WEIGHT, [each.codes for each in found], *form)
-        exponents = _joined(Role.SCALES, [each.exponents for each in found], *form)
-        blocks = Fp4Blocks.of(codes, exponents, max(each.most for each in found))
-        if blocks.span > SPAN and len(found) > 1:
-            for slot, each in self.projections.items():
-                replace(self, projections={slot: each}).write()
+        slots = sorted(self.projections)
+        found = [self.projections.pop(slot) for slot in slots]
+        names, most = [each.name for each in found], [each.most for each in found]
+        codes = _joined(Role.WEIGHT, [each.codes for each in found], self.down, self.share)
+        exponents = _joined(Role.SCALES, [each.exponents for each in found], self.down, self.share)
+        del found  # frees the memory
+        self._write(names, slots, codes, exponents, most)
+
+    def _write(
+        self, names: list[str], slots: list[int], codes: torch.Tensor, exponents: torch.Tensor, most: list[int]
+    ) -> None:
+        """Pack projections that are joined in the order of their slots. With further steps, each is packed alone."""
+        blocks = Fp4Blocks.of(codes, exponents, max(most))
+        if blocks.span > SPAN and len(slots) > 1:
+            parts = (tensor.chunk(len(slots)) for tensor in (codes, exponents))
+            for name, slot, own_codes, own_exponents, own_most in zip(names, slots, *parts, most, strict=True):
+                self._write([name], [slot], own_codes, own_exponents, [own_most])
             return
         steps = steps_of(blocks)
-        self._make_room(found[0].name, steps.extra)
-        self._write(list(self.projections), steps)
-
-    def _write(self, slots: list[int], steps: Steps) -> None:
-        first, end = slots[0], slots[0] + len(slots)
-        if slots == list(range(first, end)):
-            weight, scales = (parameter.data[first:end] for parameter in self.parameters)
-            write(weight, scales, self.shard_id, steps)
-            return
-        index = to_device(torch.tensor(slots), steps.codes.device)
-        whole = [parameter.data.view(dtype) for parameter, dtype in zip(self.parameters, MOVED, strict=True)]
-        weight, scales = parts = [parameter.index_select(0, index) for parameter in whole]
-        write(weight.view(torch.uint8), scales, self.shard_id, steps)
-        for parameter, part in zip(whole, parts, strict=True):
-            parameter.index_copy_(0, index, part)
+        self._make_room(names[0], steps.extra)
+        rows = len(steps.codes) // len(slots)
+        for first, end in _runs(slots, max(1, RUN_BYTES // self.size)):
+            weight, scales = (parameter.data[slots[first] : slots[end - 1] + 1] for parameter in self.parameters)
+            own = Steps(*(tensor[first * rows : end * rows] for tensor in steps))
+            write(weight, scales, self.shard_id, own)
 
     def _make_room(self, name: str, extra: int) -> None:
         """Make room for the further steps of a projection."""
@@ -170,6 +175,15 @@ class ShardBatch:
             check_room(name, further, room)
         if further > room:
             grow(name, *self.parameters, not self.down, further)
+
+
+def _runs(slots: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yields where in ascending numbers runs of up to `most` consecutive ones begin and end."""
+    first = 0
+    for end in range(1, len(slots) + 1):
+        if end == len(slots) or slots[end] != slots[end - 1] + 1 or end - first == most:
+            yield first, end
+            first = end
 
 
 def pack_later(
