@@ -100,7 +100,7 @@ class Target(NamedTuple):
     running: bool  # see `ShardBatch`
     balanced: bool
 
-    @on_one_thread()
+    @on_one_thread
     def load(self, halves: Halves, role: Role, tensor: torch.Tensor) -> None:
         """Load codes or exponents. The second of both to arrive writes the parameters.
 

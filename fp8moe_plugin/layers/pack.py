@@ -44,10 +44,13 @@ def part_of_rank(role: Role, tensor: torch.Tensor, down: bool, share: Share) -> 
     Args:
         down: the intermediate channels are columns.
     """
+    own = tensor.view(torch.uint8)
+    if share.ranks == 1:
+        return own
     dim, part = _part(role, down, share)
-    width = tensor.shape[dim]
+    width = own.shape[dim]
     start, end = (min(at * part, width) for at in (share.rank, share.rank + 1))
-    return tensor.view(torch.uint8).narrow(dim, start, end - start)
+    return own.narrow(dim, start, end - start)
 
 
 def _joined(role: Role, parts: list[torch.Tensor], down: bool, share: Share) -> torch.Tensor:

@@ -5,11 +5,11 @@ The smallest value of a group whose exponent is `SPAN` lower, 0.5 * 2^(6 - SPAN)
 whose codes are all zero have no exponent.
 """
 
+import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -26,23 +26,32 @@ from fp8moe_plugin.ops.checks import FP8
 from fp8moe_plugin.ops.fp4_blocks import E2M1, EXPONENTS, LARGEST_EXPONENT, SPAN, Fp4Blocks, bases
 from fp8moe_plugin.ops.tables import table
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 HIGHEST_EXPONENT = int(math.log2(LARGEST_SCALE)) + 127
 HALVES_ON_DEVICE = BATCHES = 3  # an expert has three projections
 
 
-@contextmanager
-def on_one_thread() -> Iterator[None]:
-    """Run torch's operations on the host on this thread alone, such as a look at the exponents of a projection.
+def on_one_thread(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates a function whose operations of torch on the host run on this thread alone, such as looks at exponents.
 
     They are too short to be shared: each would wait for all threads, which a busy or limited host does not run at once.
     That takes 10 ms instead of 10 us. A thread that first uses torch meanwhile stays without others.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+
+    @functools.wraps(call)
+    def call_on_one_thread(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return call(*args, **kwargs)
+        torch.set_num_threads(1)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return call_on_one_thread
 
 
 def block_fp8(
@@ -79,7 +88,7 @@ def block_fp8(
     return q[:n, :k].contiguous(), bases(blocks.largest)
 
 
-@on_one_thread()
+@on_one_thread
 def check_exponents(name: str, exponents: torch.Tensor) -> int:
     """Returns by how much the exponents of a weight differ at most, also of codes that are all zero.
 
@@ -98,7 +107,7 @@ def check_exponents(name: str, exponents: torch.Tensor) -> int:
     return int(highest - lowest)
 
 
-@on_one_thread()
+@on_one_thread
 def to_device(tensor: torch.Tensor, device: torch.device, *, copy: bool = False) -> torch.Tensor:
     """Returns a tensor on a device. The copy has read it when this returns, and can be read there.
 
@@ -198,7 +207,7 @@ class Halves:
                 f"both{and_others(len(alone) - 1)}. A load must bring both exactly once."
             )
 
-    @on_one_thread()
+    @on_one_thread
     def add(
         self,
         projection: str,

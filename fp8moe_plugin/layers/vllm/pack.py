@@ -11,7 +11,7 @@ from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.pack import ShardBatch, Share, check_room, grow, pack_later, part_of_rank
 from fp8moe_plugin.layers.parameters import role_of
-from fp8moe_plugin.layers.recode import Halves, targets
+from fp8moe_plugin.layers.recode import Halves, on_one_thread, targets
 from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 from fp8moe_plugin.layers.vllm.recode import EXPERT_SCALE
@@ -54,6 +54,7 @@ class PackedMoeMethod(Fp8MoeMethod):
 def _loader(prefix: str, scale: str, share: Share) -> Callable[..., bool | None]:
     """Returns a loader for codes or exponents of w1, w2 or w3 of an expert. It skips experts of other ranks."""
 
+    @on_one_thread
     def pack_and_load(
         layer: Any,
         param: torch.Tensor,
