@@ -56,14 +56,14 @@ def check_bias(
     weight_name: str,
     shard_id: str,
     expert_id: int,
-) -> tuple[None, torch.Tensor]:
-    """Returns no projection, as a bias is no half of a pair, and the tensor.
+) -> tuple[None, torch.Tensor] | None:
+    """Returns no projection, as a bias is no half of a pair, and the tensor; None on other ranks.
 
     Raises:
         CheckpointError: see `checked_bias`.
     """
     if compat.local_expert(layer, expert_id) is None:
-        return None, loaded_weight
+        return None
     loading = layer.fp8moe_loading
     if loading.in_place:
         loading.model.written = True

@@ -17,9 +17,9 @@ from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.model_state import ModelState
 from fp8moe_plugin.ops.tables import forget_tables
 
-# Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`, or None for one of another
-# rank, and the tensor for the loader.
-Check = Callable[..., tuple[str | None, torch.Tensor]]
+# Takes the arguments of a weight loader. Returns the name of the projection for `Arrivals`, or None for a bias, and the
+# tensor for the loader; None for a tensor of another rank.
+Check = Callable[..., tuple[str | None, torch.Tensor] | None]
 
 
 class Arriving(NamedTuple):
@@ -166,7 +166,10 @@ def _checked(load: Callable[..., Any], check: Check) -> Callable[..., Any]:
         loading = layer.fp8moe_loading
         with loading.errors_fail_model():
             loading.check_reloadable_once()
-            projection, loaded_weight = check(layer, param, loaded_weight, *args, **kwargs)
+            checked = check(layer, param, loaded_weight, *args, **kwargs)
+            if checked is None:
+                return False if kwargs.get("return_success") else None
+            projection, loaded_weight = checked
             # vLLM checks the shape and then copies, or copies the parts of a fused tensor one after the other.
             in_parts = not (args or kwargs) and len(layer.logical_widths) > 1
             if in_parts and loading.in_place:

@@ -154,8 +154,8 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         shard_id: str,
         expert_id: int,
         return_success: bool = False,
-    ) -> tuple[str | None, torch.Tensor]:
-        """Returns the tensor's projection, or None on other ranks, and the tensor for vLLM's loader.
+    ) -> tuple[str | None, torch.Tensor] | None:
+        """Returns the tensor's projection, or None for a bias, and the tensor for vLLM's loader; None on other ranks.
 
         Raises:
             CheckpointError: the tensor is unusable.
@@ -163,7 +163,7 @@ class Fp8MoeMethod(FusedMoEMethodBase):
         if is_bias(param):
             return check_bias(layer, param, loaded_weight, weight_name, shard_id, expert_id)
         if compat.local_expert(layer, expert_id) is None:
-            return None, loaded_weight
+            return None
         loading, part = layer.fp8moe_loading, f"({shard_id} of expert {expert_id})"
         what, (hidden, intermediate, _) = f"{weight_name} {part}", loading.arriving
         rows = hidden if shard_id == "w2" else intermediate

@@ -52,7 +52,7 @@ class PackedMoeMethod(Fp8MoeMethod):
 
 
 def _loader(prefix: str, scale: str, share: Share) -> Callable[..., bool | None]:
-    """Returns a loader for codes or exponents of w1, w2 or w3 of an expert. It skips experts of other ranks."""
+    """Returns a loader for codes or exponents of w1, w2 or w3 of an expert of this rank."""
 
     @on_one_thread
     def pack_and_load(
@@ -64,19 +64,18 @@ def _loader(prefix: str, scale: str, share: Share) -> Callable[..., bool | None]
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        expert = compat.local_expert(layer, expert_id)
-        if expert is None:
-            return False if return_success else None
         name = f"{prefix} ({shard_id} of expert {expert_id})"
         halves: Halves = layer.fp8moe_loading.model.halves
-        moe, role = layer.moe_config, role_of(param)
+        role = role_of(param)
         half = part_of_rank(role, loaded_weight, shard_id == "w2", share)
         if both := halves.add(name, role, half, param.device, copy=True):
             (weight, _), (scales, _) = targets(layer, shard_id, weight_name, scale)
             if param.is_meta:
                 _count(weight, scales, shard_id)
             else:
-                states = layer.fp8moe_loading.in_place, moe.moe_parallel_config.enable_eplb
+                expert = compat.local_expert(layer, expert_id)
+                assert expert is not None  # see `Fp8MoeMethod.check_tensor`
+                states = layer.fp8moe_loading.in_place, layer.moe_config.moe_parallel_config.enable_eplb
                 batch = ShardBatch((weight, scales), shard_id, share, *states)
                 pack_later(halves, prefix, name, [expert], both, batch)
         return True if return_success else None

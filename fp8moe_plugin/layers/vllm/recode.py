@@ -20,7 +20,6 @@ from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.parameters import empty_pair, role_of
 from fp8moe_plugin.layers.recode import Halves, block_fp8, check_memory, targets
-from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 
 EXPERT_SCALE = "weight_scale"  # suffix of the names that vLLM's DeepSeek-V4 gives the exponents
@@ -56,7 +55,7 @@ def check_layers(engine: Any, moe: Any, memory: int) -> None:
 
 
 def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callable[..., bool | None]:
-    """Returns a loader for codes or exponents of w1, w2 or w3 of an expert. It skips experts of other ranks.
+    """Returns a loader for codes or exponents of w1, w2 or w3 of an expert of this rank.
 
     The second of both tensors to arrive calls `load` for the e4m3 weight, and for its scales.
     """
@@ -71,8 +70,6 @@ def _loader(prefix: str, scale: str, load: Callable[..., bool | None]) -> Callab
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        if compat.local_expert(layer, expert_id) is None:
-            return False if return_success else None
         name = f"{prefix} ({shard_id} of expert {expert_id})"
         halves: Halves = layer.fp8moe_loading.model.halves
         both = halves.add(name, role_of(param), loaded_weight, param.device)
