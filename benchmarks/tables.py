@@ -419,8 +419,7 @@ TABLES = {
     "models-h100": Table(("models_layer-2026-11-26",), models),
     "more-models-h100": Table(("models_layer-h100-2026-11-28",), models),
     "models-h200": Table(("models_layer-2026-11-27",), models),
-    "mxfp4-layers": Table(("mxfp4_layer-2026-11-27",), mxfp4_layers),
-    "mxfp4-layers-few": Table(("mxfp4_layer-2026-11-30",), mxfp4_layers),
+    "mxfp4-layers": Table(("mxfp4_layer-all_peers-2026-11-30",), mxfp4_layers),
     "mxfp4-layers-h100": Table(("mxfp4_layer-h100-2026-11-27",), mxfp4_peers),
     "expert-parallel": Table(("ep_layer-4_gpus-2026-11-27",), expert_parallel),
     "expert-parallel-h100": Table(("ep_layer-4_gpus-h100-2026-11-27",), expert_parallel),
@@ -442,6 +441,9 @@ TABLES = {
     "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
     "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
     "requests-qwen3-48": Table(("bench_serve-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
+    "requests-qwen3-48-deepgemm": Table(
+        ("bench_serve-qwen3-48-deepgemm-2026-11-30",), partial(requests, model="qwen3-48")
+    ),
     "requests-qwen3-24": Table(("bench_serve-qwen3-24-2026-11-30",), partial(requests, model="qwen3-24")),
     "requests-deepgemm": Table(("bench_serve-qwen3-24-deepgemm-2026-11-30",), partial(requests, model="qwen3-24")),
     "requests-peers": Table(("bench_serve-qwen3-24-peers-2026-11-30",), partial(requests, model="qwen3-24")),

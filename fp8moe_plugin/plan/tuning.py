@@ -26,11 +26,11 @@ PACKED_FEW_ROWS_PER_EXPERT = 60
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8, by GPU. No plan depends on it.
-# Measured: on an H200, a layer of DeepSeek-V4-Flash takes 0.97 of the time in block FP8 with 48 rows per expert, 1.22
-# with 72; an eighth of the channels 0.90 and 1.08 ([080]); packed layers with 48 0.93 to 1.00 of that since ([127]). On
-# an H100, layers of three shapes with 85 and 96 rows take 0.81 to 0.93, gpt-oss's with 128 1.02 ([098]).
-# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; nothing between 48 and 72 rows, or 96 and 128, was measured.
-MXFP4_ROWS_PER_EXPERT = {"H200": 48, "H100": 96}
+# Measured: on an H200, packed layers of four shapes take 0.84 to 0.88 of the time in block FP8 with 48 rows per expert,
+# with 56 0.95 to 1.03, with 60 0.99 to 1.10, with 64 1.02 to 1.16 ([137]). On an H100, those of three shapes with 85
+# and 96 rows take 0.81 to 0.93, gpt-oss's with 128 1.02 ([098]).
+# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; nothing between 96 and 128 rows was measured on an H100.
+MXFP4_ROWS_PER_EXPERT = {"H200": 54, "H100": 96}
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
 # reading a permuted copy. The kernels for few rows gather, but see `PACKED_COPIES_FROM`.

@@ -43,13 +43,13 @@ def test_each_form_is_counted(flash: Model, way: tuple[int, ...], sglang: bool) 
 @pytest.mark.parametrize(
     ("parallel", "tokens", "wanted"),
     [
-        (Parallel(8), 2048, "the longest steps, of 2,048 tokens (48 rows), have fewer: take mxfp4, the default."),
+        (Parallel(8), 2304, "the longest steps, of 2,304 tokens (54 rows), have fewer: take mxfp4, the default."),
         (
             Parallel(8),
             8192,
-            "In steps of up to 2,048 tokens on an H200 (48 rows per expert) or 4,096 tokens on an H100",
+            "In steps of up to 2,304 tokens on an H200 (54 rows per expert) or 4,096 tokens on an H100",
         ),
-        (Parallel(1, 8, 8), 8192, "In steps of up to 256 tokens"),
+        (Parallel(1, 8, 8), 8192, "In steps of up to 288 tokens"),
         (
             Parallel(8),
             8192,
@@ -80,7 +80,7 @@ def test_where_both_fit_prefills_decide(flash: Model) -> None:
     assert f"fp8 36.9 GB (a KV cache of {fp8.cache_tokens:,} tokens)" in note
     assert note.endswith("Where long prefills dominate, set FP8MOE_FP4_EXPERTS=fp8.")
     assert note in " ".join(text(found).split())
-    assert "take mxfp4, the default." in " ".join(judged(flash, "h200", 8, 2048).notes)
+    assert "take mxfp4, the default." in " ".join(judged(flash, "h200", 8, 2304).notes)
     split = f"{found.latency}".replace("--tp", "--tp-size")
     assert judged(flash, "h200", 8, sglang=True).forms[0].options == split
 
