@@ -58,13 +58,12 @@ def bundle_kernels(version: str, bundle: Path, source: Path = ROOT) -> bool:
         return False
     command = [python, "-m", "warmup", "bundle", "--bundle", str(bundle), "--json", "-"]
     done = subprocess.run(command, cwd=source, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        return False
-    faulty = [kernel for kernel in json.loads(done.stdout)["kernels"] if kernel["detail"]]
+    faulty = [kernel for kernel in json.loads(done.stdout or '{"kernels": []}')["kernels"] if kernel["detail"]]
     for kernel in faulty:
         print(f"{kernel['kernel']}: {kernel['detail']}", file=sys.stderr)
-        (cache / kernel["entry"]).unlink()  # only the one who compiles it gets ptxas' report
-    return not faulty
+        # Only the one who compiles it gets ptxas' report. What does not compile is not in the cache.
+        (cache / kernel["entry"]).unlink(missing_ok=True)
+    return not (done.returncode or faulty)
 
 
 if __name__ == "__main__":

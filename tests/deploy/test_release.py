@@ -32,14 +32,17 @@ CHANGELOG = """# Changelog
 COMPILER = "def nvrtc_version(): return 'nvrtc 12.8.93'"
 # A warm-up that compiles two kernels into the cache, and reports a fault of one.
 WARMUP = """
-import json, os, pathlib
+import json, os, pathlib, sys
 cache = pathlib.Path(os.environ["FP8MOE_CACHE_DIR"])
 cache.mkdir(parents=True)
 kernels = [{"kernel": name, "entry": f"{name}.cubin", "detail": detail} for name, detail in KERNELS.items()]
 for kernel in kernels:
-    (cache / kernel["entry"]).touch()
+    if kernel["detail"] != FAILED:
+        (cache / kernel["entry"]).touch()
 print(json.dumps({"kernels": kernels}))
+sys.exit(FAILED in KERNELS.values())
 """
+FAILED = "it does not compile"
 
 
 def script(name: str) -> ModuleType:
@@ -96,7 +99,8 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., b
     monkeypatch.setattr(nvrtc, "environment_of", lambda version: Path(sys.executable))
 
     def compile_all(version: str, **details: str | None) -> bool:
-        files = {"fp8moe_plugin/jit/compiler": COMPILER, "warmup/__main__": f"KERNELS = {details}\n{WARMUP}"}
+        warm_up = f"KERNELS, FAILED = {details}, {FAILED!r}\n{WARMUP}"
+        files = {"fp8moe_plugin/jit/compiler": COMPILER, "warmup/__main__": warm_up}
         for name, text in files.items():
             path = tmp_path / "source" / f"{name}.py"
             path.parent.mkdir(parents=True)
@@ -115,6 +119,15 @@ def test_kernels_with_a_fault_are_not_kept(
 ) -> None:
     assert not compiled("12.8.93", good=None, spills="8 bytes stack frame")
     assert "spills: 8 bytes stack frame\n" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / ".versions/kernels/12.8.93").iterdir()] == ["good.cubin"]
+
+
+def test_faulty_kernels_go_where_another_fails(
+    compiled: Callable[..., bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A later run would find them in the cache, without a report of their fault."""
+    assert not compiled("12.8.93", good=None, spills="8 bytes stack frame", fails=FAILED)
+    assert f"spills: 8 bytes stack frame\nfails: {FAILED}\n" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / ".versions/kernels/12.8.93").iterdir()] == ["good.cubin"]
 
 
