@@ -37,13 +37,13 @@ def load_bias(
     expert_id: int,
     return_success: bool = False,
 ) -> bool | None:
-    """Load the bias of w1, w2 or w3 of an expert: that of w2 only on the first of the ranks that share the expert."""
+    """Load the bias of w1, w2 or w3 of an expert of this rank, that of w2 only on the first of those that share it."""
     local = compat.local_expert(layer, expert_id)
-    if local is not None:
-        own, share = param.data[local], layer.fp8moe_loading.arriving.share
-        own = own if shard_id == "w2" else own.chunk(2)[shard_id == "w3"]
-        own.copy_(rank_bias(loaded_weight, own, shard_id, share.rank))
-    return local is not None if return_success else None
+    assert local is not None  # see `check_bias`
+    own, share = param.data[local], layer.fp8moe_loading.arriving.share
+    own = own if shard_id == "w2" else own.chunk(2)[shard_id == "w3"]
+    own.copy_(rank_bias(loaded_weight, own, shard_id, share.rank))
+    return True if return_success else None
 
 
 load_bias.supports_moe_loading = True  # type: ignore[attr-defined]

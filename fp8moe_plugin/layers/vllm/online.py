@@ -16,7 +16,6 @@ from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.parameters import empty_pair
 from fp8moe_plugin.layers.unquantized import quantize_weight
-from fp8moe_plugin.layers.vllm import compat
 from fp8moe_plugin.layers.vllm.linear import Fp8MoeLinearMethod
 from fp8moe_plugin.layers.vllm.moe import Fp8MoeMethod
 
@@ -66,7 +65,7 @@ def _linear_loader(prefix: str, load: Callable[..., None]) -> Callable[..., None
 
 
 def _experts_loader(prefix: str, load: Callable[..., bool | None]) -> Callable[..., bool | None]:
-    """Returns such a loader for w1, w2 and w3 of an expert; it skips tensors of experts on other ranks."""
+    """Returns such a loader for w1, w2 and w3 of an expert of this rank."""
 
     @functools.wraps(load)
     def quantize_and_load(
@@ -78,8 +77,6 @@ def _experts_loader(prefix: str, load: Callable[..., bool | None]) -> Callable[.
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        if compat.local_expert(layer, expert_id) is None:
-            return False if return_success else None
         q, scales = _quantized(f"{prefix}.{expert_id}.{shard_id}.weight", loaded_weight, param.device)
         layer.fp8moe_loading.note_arrival(f"{prefix} ({shard_id} of expert {expert_id})", Role.WEIGHT, Role.SCALES)
         scale = layer.w2_weight_scale_inv if shard_id == "w2" else layer.w13_weight_scale_inv

@@ -9,7 +9,7 @@ from tests.layers.experts import EXPERTS, make_mxfp4
 from tests.layers.operations import counted
 from tests.layers.vllm import loaded_model
 from tests.layers.vllm.loaded_model import INTERMEDIATE
-from tests.layers.vllm.one_rank import FP8, PACKED, RECODED, Layer
+from tests.layers.vllm.one_rank import FP8, ONLINE, PACKED, RECODED, Layer
 
 pytestmark = pytest.mark.seam
 no_engine = loaded_model.no_engine
@@ -33,7 +33,7 @@ def test_a_projection_takes_few_launches(quant, launches):
     assert operations.waits == PROJECTIONS  # on the host, see tests/layers/test_waits.py
 
 
-@pytest.mark.parametrize("quant", [FP8, RECODED, PACKED])
+@pytest.mark.parametrize("quant", [FP8, RECODED, PACKED, ONLINE])
 def test_experts_of_other_ranks_are_looked_up_once(monkeypatch, quant):
     """With expert parallelism, vLLM's map is on the GPU: each look-up waits for it."""
     layer, looked_up = Layer(INTERMEDIATE, 1, 0, quant), []

@@ -25,10 +25,7 @@ pytestmark = pytest.mark.seam
 
 
 class Layer(SimpleNamespace):
-    """A layer with experts 4 to 7 of 8; `loaded` has the arguments of each call."""
-
-    def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
-        return expert - 4 if 4 <= expert < 8 else -1
+    """A layer of this rank; `loaded` has the arguments of each call."""
 
 
 def load(layer, param, loaded_weight, *arguments, **named):
@@ -62,14 +59,6 @@ def test_an_expert_is_loaded_as_if_it_came_with_its_scales(part, shard):
     assert h.same_bits(loaded_scales, scales)
     assert rest == [name, shard, 5, True]
     assert scale_rest == [f"{name}_scale_inv", shard, 5, True]
-
-
-def test_an_expert_of_another_rank_is_not_even_looked_at():
-    layer = parameters("cpu")
-    damaged = torch.full((128, 128), float("nan"))
-    assert loader(layer, online._experts_loader)(layer.w2_weight, damaged, "w2_weight", "w2", 3, True) is False
-    assert loader(layer, online._experts_loader)(layer.w2_weight, damaged, "w2_weight", "w2", 3) is None
-    assert not layer.loaded
 
 
 def test_a_dense_layer_gets_its_scales_under_the_same_shard():
