@@ -48,7 +48,7 @@ class Steps(NamedTuple):
     """The steps of a matrix of weights, regular ones first."""
 
     codes: torch.Tensor  # uint8 [row blocks, steps, 128, 64], two codes per byte as in the checkpoint
-    below: torch.Tensor  # int32 [row blocks, steps, 128, 4]: `LARGEST_Q` - q
+    below: torch.Tensor  # uint8 or int32 [row blocks, steps, 128, 4]: `LARGEST_Q` - q
     base: torch.Tensor  # float32 [row blocks, steps]
     k_block: torch.Tensor  # float32 [row blocks, further steps]
 
