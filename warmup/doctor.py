@@ -47,6 +47,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
     plan: kernels.Plan = {}
     found += _look("model", lambda: _model(options, report, plan))
     found += _look("kernels", lambda: _kernels(options, report, plan or kernels.plan_of(None, options.kernels)))
+    found += _look("driver", lambda: _refusals(facts, report.kernels))
     if report.kernels and not _missing(report):
         found = [_not_needed(finding) if finding.subject in ("compiler", "cache") else finding for finding in found]
     return [*found, _verdict(found, report)]
@@ -225,12 +226,6 @@ def _gpu(facts: Diagnosis) -> Iterator[Finding]:
         found = f"{what}{_driver(facts.driver)}; {served}"
         yield Finding(subject=f"GPU {gpu.ordinal}", found=found, ok=gpu.served)
     yield from all_to_all.links(facts.gpus)
-    archive = facts.bundle or facts.wheel
-    compiler = archive.compiler if archive else facts.compiler
-    compiled = re.match(r"nvrtc (\d{1,3})\.", compiler or "")
-    if compiler and compiled and int(compiled[1]) > int(facts.driver.cuda.partition(".")[0]):
-        found = f"supports CUDA {facts.driver.cuda}, and refuses kernels compiled by {shown_text(compiler)}"
-        yield Finding(subject="driver", found=f"{found}. Update it, or install fp8moe-plugin[cu12]", ok=False)
 
 
 def _driver(driver: Driver) -> str:
@@ -274,6 +269,18 @@ def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[F
         command, serve = kernels.remedy(options, bundle_path())
         advice = f"Run `{command}`{serve}."
     yield Finding(subject="kernels", found=found, ok=False if forbidden else None, advice=advice)
+
+
+def _refusals(facts: Diagnosis, found: list[KernelReport]) -> Iterator[Finding]:
+    """Compare the driver with the compilers of the kernels, also of those that would be compiled."""
+    archives = {shown_text(archive.path): archive.compiler for archive in (facts.bundle, facts.wheel) if archive}
+    compilers = dict.fromkeys(archives.get(kernel.place or "", facts.compiler) for kernel in found)
+    for compiler in filter(None, compilers if facts.driver else ()):
+        assert facts.driver
+        compiled = re.match(r"nvrtc (\d{1,3})\.", compiler)
+        if compiled and int(compiled[1]) > int(facts.driver.cuda.partition(".")[0]):
+            refused = f"supports CUDA {facts.driver.cuda}, and refuses kernels compiled by {shown_text(compiler)}"
+            yield Finding(subject="driver", found=f"{refused}. Update it, or install fp8moe-plugin[cu12]", ok=False)
 
 
 def _others(missing: KernelReport, wanted: list[KernelReport]) -> str:
