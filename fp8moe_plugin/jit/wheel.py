@@ -13,9 +13,10 @@ from fp8moe_plugin.jit.bundle import Bundle, read_bundle
 from fp8moe_plugin.jit.cache import Missing
 from fp8moe_plugin.logs import log_once
 from fp8moe_plugin.plan.keys import SM90, KernelKey
+from fp8moe_plugin.quoting import shown_text
 
 FOLDER = Path(__file__).parents[1]
-NEWEST = 13  # CUDA, for which there are kernels: they serve with newer ones, too
+CUDAS = 12, 13  # for which there are kernels: those of the last serve with newer ones, too
 REMEDY = "install the wheel again"
 
 
@@ -24,18 +25,25 @@ def kernels_file() -> Path:
 
     Drivers refuse kernels of a newer CUDA.
     """
-    cuda = int(metadata.version("cuda-bindings").partition(".")[0])
-    return FOLDER / f"kernels-cuda{min(cuda, NEWEST)}.tar"
+    return _kernels_of(min(int(metadata.version("cuda-bindings").partition(".")[0]), CUDAS[-1]))
+
+
+def _kernels_of(cuda: int) -> Path:
+    return FOLDER / f"kernels-cuda{cuda}.tar"
 
 
 def installed_kernels(target: str) -> Bundle | None:
     """Returns the kernels that were installed with this package, or None if there are none for a target.
 
     Raises:
-        CacheError: they cannot be read.
+        CacheError: they cannot be read, or there are only those of another CUDA.
     """
+    if target != SM90 or not any(_kernels_of(cuda).exists() for cuda in CUDAS):
+        return None
     path = kernels_file()
-    return read_bundle(path, REMEDY) if target == SM90 and path.exists() else None
+    if not path.exists():
+        raise CacheError(f"{shown_text(path)}, for the installed cuda-bindings, is missing: {REMEDY}")
+    return read_bundle(path, REMEDY)
 
 
 def complete_kernels(keys: Collection[KernelKey]) -> Bundle | None:

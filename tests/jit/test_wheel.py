@@ -105,11 +105,14 @@ def test_the_bindings_choose_the_newest_kernels_not_newer(
     assert lookup.place(found.origin) == f" {installed.with_name(f'kernels-cuda{cuda}.tar')}"
 
 
-def test_bindings_do_not_get_kernels_of_newer_cuda(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bindings_do_not_get_kernels_of_newer_cuda(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     installed.with_name("kernels-cuda12.tar").unlink()
     monkeypatch.setattr(metadata, "version", {"cuda-bindings": "12.9.4"}.__getitem__)
-    assert wheel.installed_kernels(KEY.target) is None
     assert find_or_compile(KEY).origin == Origin.COMPILER
+    missing = "kernels-cuda12.tar, for the installed cuda-bindings, is missing: install the wheel again"
+    assert missing in caplog.messages[0]
 
 
 def test_other_gpus_have_none_in_it(installed: Path) -> None:
