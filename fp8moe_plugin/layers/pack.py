@@ -134,7 +134,7 @@ class ShardBatch:
         return not refusable and len(self.projections) < min(len(self.parameters[0]), BATCH_BYTES // self.size)
 
     def write(self) -> None:
-        """Pack the projections, which do not wait any more.
+        """Pack the projections, which do not wait any more, also if one is refused: others may not be written then.
 
         Raises:
             CheckpointError: a running layer has no room for the steps of one.
