@@ -27,9 +27,9 @@ PACKED_FEW_ROWS_PER_EXPERT = 60
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8, by GPU. No plan depends on it.
 # Measured: on an H200, packed layers of four shapes take 0.84 to 0.88 of the time in block FP8 with 48 rows per expert,
-# with 56 0.95 to 1.03, with 60 0.99 to 1.10, with 64 1.02 to 1.16 ([137]). On an H100, those of three shapes with 85
-# and 96 rows take 0.81 to 0.93, gpt-oss's with 128 1.02 ([098]).
-# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; nothing between 96 and 128 rows was measured on an H100.
+# with 56 0.95 to 1.03, with 64 1.02 to 1.16, less where no steps in block FP8 run in between ([137]). On an H100, those
+# of three shapes with 85 and 96 rows take 0.81 to 0.93, gpt-oss's with 128 1.02 ([098]).
+# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; each form alone; between 96 and 128 rows on an H100.
 MXFP4_ROWS_PER_EXPERT = {"H200": 54, "H100": 96}
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
