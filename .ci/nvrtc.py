@@ -61,7 +61,7 @@ def bundle_kernels(version: str, bundle: Path, source: Path = ROOT) -> bool:
     faulty = [kernel for kernel in json.loads(done.stdout or '{"kernels": []}')["kernels"] if kernel["detail"]]
     for kernel in faulty:
         print(f"{kernel['kernel']}: {kernel['detail']}", file=sys.stderr)
-        # Only the one who compiles it gets ptxas' report. What does not compile is not in the cache.
+        # Only the process that compiles it gets ptxas' report. What does not compile is not in the cache.
         (cache / kernel["entry"]).unlink(missing_ok=True)
     return not (done.returncode or faulty)
 
