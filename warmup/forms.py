@@ -8,6 +8,7 @@ from fp8moe_plugin.checkpoint.shapes import Model
 from fp8moe_plugin.checkpoint.splits import computes_experts
 from fp8moe_plugin.formats.spec import FORMS_OF_MXFP4
 from fp8moe_plugin.plan.tuning import MXFP4_ROWS_PER_EXPERT
+from fp8moe_plugin.settings import settings
 from warmup import memory
 from warmup.report import FormReport, SplitReport
 
@@ -65,9 +66,10 @@ def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> l
         ]
     turns = " or ".join(f"{int(most / rows):,} tokens on an {gpu} ({most} rows per expert)" for gpu, most in by_gpu)
     memory_too = "" if found[0].fits else " and memory allows"
+    what = "keep" if settings().fp4_experts == "fp8" else "set"
     return [
         f"{start} In steps of up to {turns}, mxfp4 is faster, because kernels read fewer bytes; in longer ones, up to "
-        f"those {longest}, fp8 is. Where long prefills dominate{memory_too}, set {SETTING}=fp8."
+        f"those {longest}, fp8 is. Where long prefills dominate{memory_too}, {what} {SETTING}=fp8."
     ]
 
 

@@ -65,6 +65,13 @@ def test_the_longest_step_decides(flash: Model, parallel: Parallel, tokens: int,
     assert advice in printed
 
 
+@pytest.mark.parametrize(("value", "what"), [("fp8", "keep"), ("mxfp4", "set")])
+def test_a_form_that_is_chosen_already_is_kept(flash: Model, value: str, what: str) -> None:
+    with environment(SETTING, value):
+        (advice,) = forms.advice(flash, 1, 8192, explain.explain(flash, Parallel(8), 8192, ()).forms)
+    assert advice.endswith(f"and memory allows, {what} FP8MOE_FP4_EXPERTS=fp8.")
+
+
 def judged(model: Model, gpu: str, gpus: int, tokens: int = 8192, sglang: bool = False) -> ChoiceReport:
     return choose(model, Target(gpu, gpus, 0.92, False, 131072, tokens, sglang=sglang), "org/V4")
 
