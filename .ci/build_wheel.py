@@ -27,6 +27,11 @@ def pinned() -> list[str]:
     return re.findall(r"^nvidia-cuda-nvrtc(?:-cu12)?==(\S+)$", pins, re.MULTILINE)
 
 
+def bundle_in_wheel(version: str) -> str:
+    """Returns the path in the wheel of the kernels by a version of NVRTC; jit/wheel.py finds them there."""
+    return f"fp8moe_plugin/kernels-cuda{version.partition('.')[0]}.tar"
+
+
 def build(out: Path) -> Path:
     """Build the wheel in a folder. Returns its path."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -36,9 +41,8 @@ def build(out: Path) -> Path:
             archive.extractall(scratch, filter="data")
         source = Path(scratch, sdist.name.removesuffix(".tar.gz"))
         for version in pinned():
-            bundle = source / "fp8moe_plugin" / f"kernels-cuda{version.partition('.')[0]}.tar"
             # With the sources of the sdist: the kernels must fit these, whatever is edited meanwhile.
-            if not bundle_kernels(version, bundle, source):
+            if not bundle_kernels(version, source / bundle_in_wheel(version), source):
                 sys.exit(f"The kernels of NVRTC {version} are not fit for the wheel: see above")
         run([*UV, "build", "--quiet", "--wheel", "--out-dir", f"{scratch}/wheel", str(source)])
         (wheel,) = Path(scratch, "wheel").glob("*.whl")

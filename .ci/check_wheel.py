@@ -15,7 +15,7 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-from build_wheel import AUDITWHEEL, build, pinned
+from build_wheel import AUDITWHEEL, build, bundle_in_wheel, pinned
 from nvrtc import ROOT, UV, find_links
 
 # These run in the new environment, away from the repository.
@@ -138,8 +138,7 @@ def check_sources(wheel: Path) -> None:
     sources = (ROOT / "fp8moe_plugin/csrc").rglob("*.cu*")
     wanted = {str(path.relative_to(ROOT)) for path in sources}
     extensions = {f"fp8moe_plugin/{name}.abi3.so" for name in ("jit/_sequence", "ops/_signature")}
-    bundles = {f"fp8moe_plugin/kernels-cuda{version.partition('.')[0]}.tar" for version in pinned()}
-    wanted |= {"fp8moe_plugin/py.typed"} | bundles | extensions
+    wanted |= {"fp8moe_plugin/py.typed", *map(bundle_in_wheel, pinned())} | extensions
     files = set(zipfile.ZipFile(wheel).namelist())
     if missing := wanted - files:
         sys.exit(f"{wheel.name} lacks {sorted(missing)}")
