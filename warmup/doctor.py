@@ -273,10 +273,11 @@ def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[F
 
 def _refusals(facts: Diagnosis, found: list[KernelReport]) -> Iterator[Finding]:
     """Compare the driver with the compilers of the kernels, also of those that would be compiled."""
+    if not facts.driver:
+        return
     archives = {shown_text(archive.path): archive.compiler for archive in (facts.bundle, facts.wheel) if archive}
     compilers = dict.fromkeys(archives.get(kernel.place or "", facts.compiler) for kernel in found)
-    for compiler in filter(None, compilers if facts.driver else ()):
-        assert facts.driver
+    for compiler in filter(None, compilers):
         compiled = re.match(r"nvrtc (\d{1,3})\.", compiler)
         if compiled and int(compiled[1]) > int(facts.driver.cuda.partition(".")[0]):
             refused = f"supports CUDA {facts.driver.cuda}, and refuses kernels compiled by {shown_text(compiler)}"
