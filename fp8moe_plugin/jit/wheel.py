@@ -33,7 +33,7 @@ def _kernels_of(cuda: int) -> Path:
 
 
 def installed_kernels(target: str) -> Bundle | None:
-    """Returns the kernels that were installed with this package, or None if there are none for a target.
+    """Returns the kernels for a target that were installed with this package, or None without any.
 
     Raises:
         CacheError: they cannot be read, or there are only those of another CUDA.
@@ -47,9 +47,9 @@ def installed_kernels(target: str) -> Bundle | None:
 
 
 def complete_kernels(keys: Collection[KernelKey]) -> Bundle | None:
-    """Returns the wheel's kernels, or None if there are none or some of these, all for one target, are not among them.
+    """Returns the wheel's kernels if they include all of these, which are for one target. Otherwise None.
 
-    The reason is logged.
+    If some are missing, the reason is logged.
     """
     try:
         wheel = installed_kernels(next(iter(keys)).target) if keys else None

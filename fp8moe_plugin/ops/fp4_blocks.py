@@ -33,7 +33,7 @@ class Fp4Blocks(NamedTuple):
     def of(cls, codes: torch.Tensor, exponents: torch.Tensor, most: int = UNKNOWN) -> "Fp4Blocks":
         """Divides a weight into blocks. It waits for the device if `most` is more than `SPAN`.
 
-        Groups of zeros are told apart only then. Otherwise their exponents are close enough to count.
+        Only then does it look for groups of zeros. Otherwise their exponents count, as they are close to the others.
 
         Args:
             codes: uint8 `[N, K/2]`.

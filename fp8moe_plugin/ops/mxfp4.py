@@ -230,7 +230,7 @@ def write_half(weight: torch.Tensor, scales: torch.Tensor, half: int, steps: Ste
 
 
 def _placed(steps: Steps, first: int, extra: int) -> Steps:
-    """Returns steps with room for `extra` further ones, of which theirs begin with `first`."""
+    """Returns steps with room for `extra` further ones. Their own further steps begin at number `first`."""
     regular, last = steps.base.shape[1] - steps.extra, extra - first - steps.extra
 
     def place(tensor: torch.Tensor, begin: int, value: float) -> torch.Tensor:

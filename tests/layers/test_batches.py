@@ -96,7 +96,7 @@ class Layer:
 
 
 def at_most(monkeypatch: pytest.MonkeyPatch, projections: int, share: Share = SHARES[0]) -> None:
-    """Limits the size of a batch, of which two are written at once.
+    """Limits a batch to so many projections, and writes two of them at once.
 
     w2 has as many codes as w1 here, but for its padding.
     """

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def weight(gen: torch.Generator, n: int, k: int, span: int, largest: int = 160) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and exponents, of which any two differ by at most `span`."""
+    """Returns codes, and exponents that differ by at most `span`."""
     codes = torch.randint(256, (n, k // 2), generator=gen, dtype=torch.uint8)
     return codes, torch.randint(largest - span, largest + 1, (n, k // 32), generator=gen, dtype=torch.uint8)
 
