@@ -449,6 +449,7 @@ TABLES = {
     "requests-peers": Table(("bench_serve-qwen3-24-peers-2026-11-30",), partial(requests, model="qwen3-24")),
     "requests-qwen3-12": Table(("bench_serve-qwen3-12-2026-11-29",), partial(requests, model="qwen3-12")),
     "requests-dsv3-tp8": Table(("bench_serve-dsv3-tp8-2026-11-27",), partial(requests, model="dsv3-tp8")),
+    "requests-dsv3-tp8-shapes": Table(("bench_serve-dsv3-tp8-shapes-2026-11-30",), partial(requests, model="dsv3-tp8")),
     "requests-sglang": Table(("bench_serve-sglang-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
     "requests-qwen3-48-dp4": Table(("bench_serve-qwen3-48-dp4-2026-11-27",), partial(requests, model="qwen3-48")),
     "requests-gpt-oss-20b": Table(("bench_serve-gpt-oss-20b-2026-11-27",), partial(requests, model="gpt-oss-20b")),
