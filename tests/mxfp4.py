@@ -7,10 +7,31 @@ import torch
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
 from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
-from fp8moe_plugin.ops.mxfp4 import Steps, steps_of, write_down, write_half
+from fp8moe_plugin.ops.mxfp4 import Steps, further_steps, steps_of, write_down, write_half
+from fp8moe_plugin.ops.pack_mxfp4 import PARTS
 from tests.helpers import Layer
 
 BIAS = 127
+GARBAGE = 0xA5
+# Of projections that pack_mxfp4 packs; the exponents of each differ by at most `SPAN`.
+CLOSE_EXPONENTS = {
+    "of one number": lambda gen, shape: torch.full(shape, 120),
+    "as far apart as may be": lambda gen, shape: 100 + SPAN * torch.randint(2, shape, generator=gen),
+    "random": lambda gen, shape: torch.randint(113, 114 + SPAN, shape, generator=gen),
+    "the smallest": lambda gen, shape: torch.randint(SPAN + 1, shape, generator=gen),
+    "the largest": lambda gen, shape: torch.randint(254 - SPAN, 255, shape, generator=gen),
+    "one above the others": lambda gen, shape: 60 + SPAN * (torch.arange(shape.numel()) % 997 == 7).view(shape),
+}
+# Rows and channels of a projection, and blocks of them in its tensors: whole blocks, one row and one group, the 2,880
+# channels of gpt-oss, the share of the last rank, and of a rank without channels.
+PACKED_SIZES = [
+    ((256, 384), (2, 3)),
+    ((1, 32), (1, 1)),
+    ((320, 2880), (3, 23)),
+    ((200, 64), (2, 2)),
+    ((0, 256), (2, 2)),
+    ((256, 0), (2, 2)),
+]
 
 
 class Projection(NamedTuple):
@@ -31,6 +52,31 @@ def random_projection(gen: torch.Generator, n: int, k: int, span: int) -> Projec
     below += of_blocks.repeat_interleave(128, 0)[:n].repeat_interleave(4, 1)[:, : k // 32]
     exponents = (BIAS - k.bit_length() // 2 - 1 - below).to(torch.uint8)
     return Projection(torch.randint(256, (n, k // 2), generator=gen, dtype=torch.uint8), exponents)
+
+
+def random_projections(gen: torch.Generator, experts: int, rows: int, k: int, exponents: str) -> Projection:
+    """Returns a projection of each expert, as one matrix; `exponents`: a name in `CLOSE_EXPONENTS`."""
+    codes = torch.randint(256, (experts * rows, k // 2), generator=gen, dtype=torch.uint8)
+    shape = torch.Size((experts * rows, k // 32))
+    return Projection(codes, CLOSE_EXPONENTS[exponents](gen, shape).to(torch.uint8))
+
+
+def garbage(experts: int, shard_id: str, blocks: tuple[int, int], further: int) -> list[torch.Tensor]:
+    """Returns tensors of experts, weight and scales, that hold neither zeros nor numbers.
+
+    Args:
+        blocks: of rows and of channels of a projection.
+        further: further steps of a projection that there is room for.
+    """
+    _, parts = PARTS[shard_id]
+    sizes = parts * blocks[0] * 128, blocks[1] * 128, parts * further
+    weight, scales = (tensor.shape(*sizes) for tensor in (PACKED_MXFP4.weight, PACKED_MXFP4.scales))
+    found = [
+        torch.full((experts, *weight), GARBAGE, dtype=torch.uint8),
+        torch.full((experts, *scales), float("nan")),
+    ]
+    assert further_steps(*found) == parts * further
+    return found
 
 
 class Experts(NamedTuple):
@@ -74,4 +120,4 @@ def _empty(experts: int, steps: list[Steps], parts: int, extra: int) -> tuple[to
     weight, scales = (
         torch.empty(experts, *shape, dtype=torch.uint8 if i == 0 else None) for i, shape in enumerate(shapes)
     )
-    return weight.fill_(0xA5), scales.fill_(float("nan"))
+    return weight.fill_(GARBAGE), scales.fill_(float("nan"))

@@ -155,6 +155,10 @@ PARAMETERS = {
         "map q_map, map k_map, pointer scales, pointer weights, int weights_pitch, pointer starts, pointer ends, "
         "pointer logits, int logits_pitch, int bf16, int m, int n, int dim, int width, int clean"
     ),
+    "pack_mxfp4": _signature(
+        "pointer codes, pointer exponents, pointer chunks, pointer scales, int rows, int groups, int row_blocks, "
+        "int k_blocks, int further, int parts, int part"
+    ),
     "paged_mqa_logits": _signature(
         "map q_map, map kv_map, pointer kv, int page_stride, pointer weights, int weights_pitch, "
         "pointer context_lens, pointer block_table, int table_pitch, int table_width, pointer schedule, "

@@ -17,6 +17,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.launches.kernel_sets import EXAMPLE
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
+from fp8moe_plugin.ops.pack_mxfp4 import pack_mxfp4
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import layer
 from fp8moe_plugin.plan.sm90.catalog import (
@@ -36,6 +37,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_key,
     k_grouped_gemm_key,
     mqa_logits_key,
+    pack_mxfp4_key,
     paged_mqa_logits_key,
     paged_mqa_metadata_key,
     permute_key,
@@ -79,6 +81,7 @@ from tests.emulator.layers import (
 from tests.emulator.ranks import run_calls
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
 from tests.k_grouped import gradients
+from tests.mxfp4 import garbage, random_projections
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
 
 SCHEDULES = 32
@@ -137,6 +140,17 @@ def transposed_scales(emulator: Device, seed: int) -> None:
     here = torch.arange(max(counts)) < masked_m[:, None]
     assert h.same_bits(out[here], scales[here]), WRONG_RESULT
     assert h.untouched(out[~here]), WRONG_RESULT
+
+
+def packing(emulator: Device, seed: int) -> None:
+    """Of gate and down projections of two experts, in tensors with room for further steps."""
+    given = random_projections(h.seeded(seed, torch.device("cpu")), 2, 200, 224, "random")
+    for shard_id in ("w1", "w2"):
+        to = garbage(2, shard_id, (2, 2), further=1)
+        wanted = [tensor.clone() for tensor in to]
+        pack_mxfp4(*wanted, shard_id, *given)
+        emulator.execute(seed, lambda to=to, shard_id=shard_id: pack_mxfp4(*to, shard_id, *given))
+        assert all(h.same_bits(tensor, its) for tensor, its in zip(to, wanted, strict=True)), WRONG_RESULT
 
 
 def ranks_that_push(emulator: Device, seed: int) -> None:
@@ -447,6 +461,7 @@ KERNELS = {  # to be compiled ahead
     logits_of_paged_kv: (paged_mqa_logits_key(64, 2), paged_mqa_metadata_key()),
     weight_gradients: (k_grouped_gemm_key(),),
     transposed_scales: (transpose_scales_key(),),
+    packing: (pack_mxfp4_key(),),
     step_of_many_rows: (tiles_of_counts_key(), gate_up_key(MODIFIED, gather=False)),
     oai_of_few_rows: (tiles_of_counts_key(), gate_up_few_rows_key(MODIFIED)),
     clamped_small_batch: (gate_up_small_batch_key(MODIFIED, 8, 8), SMALL_BATCH[1]),
@@ -502,6 +517,29 @@ FAULTS = {
     ),
     "scales of rows without a count are written": Fault(
         "transpose_scales.cu", "min(counts[group], rows)", "rows", transposed_scales, WRONG_RESULT
+    ),
+    "the largest exponent is read before all warps have written theirs": Fault(
+        "pack_mxfp4.cu", "    __syncthreads();\n", "", packing, WRONG_RESULT
+    ),
+    "the largest exponent is that of a warp": Fault(
+        "pack_mxfp4.cu", "largest_of_warp[warp]", "of_warp", packing, WRONG_RESULT
+    ),
+    "channels past a projection's last are packed": Fault(
+        "pack_mxfp4.cu", "r < rows && g < groups", "r < rows", packing, WRONG_RESULT
+    ),
+    "exponents of the padding are further below than tables are": Fault(
+        "pack_mxfp4.cu",
+        "max(kLargestQ - (largest - exponent[i]), 0)",
+        "kLargestQ - (largest - exponent[i])",
+        packing,
+        WRONG_RESULT,
+    ),
+    "further steps have exponents": Fault("pack_mxfp4.cu", "is_further ? 0 : max", "max", packing, WRONG_RESULT),
+    "the K blocks of the other half's further steps are written": Fault(
+        "pack_mxfp4.cu", "is_further && slot / (further / parts) == part", "is_further", packing, WRONG_RESULT
+    ),
+    "both signs of a byte are the first one's": Fault(
+        "pack_mxfp4.cu", "signs(second) << 3", "signs(first) << 3", packing, WRONG_RESULT
     ),
     "a stage is read before it is full": Fault(
         "mma/row_tile.cuh",

@@ -19,6 +19,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.fp4_blocks import SPAN
+from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
 from fp8moe_plugin.ops.quantize import quantize_tokens
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
@@ -32,7 +33,7 @@ from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests import indexer
 from tests.k_grouped import gradients
-from tests.mxfp4 import random_experts
+from tests.mxfp4 import garbage, random_experts, random_projections
 from tests.steps import route, route_reference
 
 DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -156,6 +157,17 @@ def check_batched_experts_of(weights: WeightFormat, gen: torch.Generator, rows: 
         ops.batched_experts(q, scales, *layer, counts, expected_m=expected_m, weights=weights, out=out)
         assert h.relative_l2(out[here], expected[here]) <= 0.07
         assert h.untouched(out[~here])
+
+
+def check_pack_mxfp4(gen: torch.Generator, rows: int) -> None:
+    on_cpu = h.seeded(rows, CPU)
+    for shard_id, further in itertools.product(PARTS, (0, 1)):
+        given = random_projections(on_cpu, 2, rows, 160, "random")
+        wanted = garbage(2, shard_id, (2, 2), further)
+        to = [tensor.to(DEVICE) for tensor in wanted]
+        pack_mxfp4(*wanted, shard_id, *given)
+        pack_mxfp4(*to, shard_id, *(half.to(DEVICE) for half in given))
+        assert all(h.same_bits(tensor.cpu(), its) for tensor, its in zip(to, wanted, strict=True))
 
 
 def check_packed_mxfp4(gen: torch.Generator, rows: int) -> None:
@@ -302,6 +314,7 @@ CHECKS = {
         check_fused_moe,
         check_fp8_channel,
         check_biases,
+        check_pack_mxfp4,
         check_packed_mxfp4,
         check_packed_batched_experts,
         check_routed_moe,

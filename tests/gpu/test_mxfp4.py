@@ -14,10 +14,11 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops import batched_experts, fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
+from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
 from fp8moe_plugin.testing import captured, invariance
 from tests import helpers as h
-from tests.mxfp4 import Experts, random_experts
+from tests.mxfp4 import CLOSE_EXPONENTS, PACKED_SIZES, Experts, garbage, random_experts, random_projections
 
 pytestmark = pytest.mark.gpu
 
@@ -125,3 +126,18 @@ def test_wider_blocks_take_further_steps(name: str, tokens: int, span: int) -> N
     assert h.relative_l2(out.cpu(), on_cpu) <= 2e-2
     for channel in range(0, hidden, 97):  # one value between the GEMMs, rounded the other way, may be all of a channel
         assert h.relative_l2(out[:, channel].cpu(), on_cpu[:, channel]) <= E4M3_STEP, channel
+
+
+@pytest.mark.parametrize("further", [0, 3])
+@pytest.mark.parametrize("shard_id", PARTS)
+@pytest.mark.parametrize("exponents", CLOSE_EXPONENTS)
+@pytest.mark.parametrize(("sizes", "blocks"), [*PACKED_SIZES, ((2048, 4096), (16, 32))])
+def test_experts_are_packed_as_on_a_cpu(
+    sizes: tuple[int, int], blocks: tuple[int, int], exponents: str, shard_id: str, further: int
+) -> None:
+    given = random_projections(h.seeded(further, CPU), 2, *sizes, exponents)
+    wanted = garbage(2, shard_id, blocks, further)
+    to = [tensor.cuda() for tensor in wanted]
+    pack_mxfp4(*wanted, shard_id, *given)
+    pack_mxfp4(*to, shard_id, *(half.cuda() for half in given))
+    assert all(h.same_bits(tensor.cpu(), its) for tensor, its in zip(to, wanted, strict=True))

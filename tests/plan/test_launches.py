@@ -14,6 +14,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     choose_experts_key,
     combine_key,
     count_experts_key,
+    pack_mxfp4_key,
 )
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep
 from fp8moe_plugin.plan.spec import Arrival, MoeShape
@@ -109,8 +110,8 @@ def test_batched_packed_experts_launch_what_their_plan_names_and_nothing_else(de
     for expected_m in (1, 1000):
         batched_experts(*tokens, *layer, counts, expected_m=expected_m, weights=PACKED_MXFP4)
     kernels = BACKENDS[SM90].layer_kernels(h.layer_spec(weights=PACKED_MXFP4), Arrival.BATCHED)
-    assert device.keys == set(kernels)
-    assert len(kernels) == 5
+    assert device.keys == set(kernels) - {pack_mxfp4_key()}  # which runs while weights are loaded
+    assert len(kernels) == 6
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])

@@ -110,6 +110,12 @@ def transpose_scales_key() -> KernelKey:
 
 
 @functools.cache
+def pack_mxfp4_key() -> KernelKey:
+    """Packing of experts in MXFP4 while they are loaded."""
+    return KernelKey("pack_mxfp4", (), 256)
+
+
+@functools.cache
 def combine_key() -> KernelKey:
     return KernelKey("combine", (), 128)
 

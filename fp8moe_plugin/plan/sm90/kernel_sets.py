@@ -1,7 +1,8 @@
-"""The kernels that a layer may launch at any number of tokens, each with the reason that `warmup list` prints."""
+"""The kernels that a layer may launch, each with the reason that `warmup list` prints."""
 
 from fp8moe_plugin.formats.activation import VARIANTS
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK, GROUP
+from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.gpu_tuning import UNTUNED
 from fp8moe_plugin.plan.keys import KernelKey, KernelSet
@@ -30,6 +31,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_key,
     k_grouped_gemm_key,
     mqa_logits_key,
+    pack_mxfp4_key,
     paged_mqa_logits_key,
     paged_mqa_metadata_key,
     permute_key,
@@ -57,6 +59,8 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
     if arrival is Arrival.PUSHED:
         return _push_kernels(spec)
     gemms = _few_rows_kernels(spec) | _many_rows_kernels(spec)
+    if spec.weights is PACKED_MXFP4:
+        gemms |= {pack_mxfp4_key(): "packing of experts in MXFP4 while they are loaded"}
     if arrival is Arrival.BATCHED:
         return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
     if spec.weights not in PACKED_FORMATS:
