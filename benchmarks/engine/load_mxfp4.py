@@ -88,8 +88,8 @@ def packed(experts: Experts) -> Load:
     from fp8moe_plugin.layers.vllm.model_state import ModelState
     from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
 
-    layer, quant, model = empty_layer(experts), QuantSpec(PACKED_MXFP4, recoded_from=MXFP4), ModelState()
-    layer.quant_method = PackedMoeMethod(layer.moe_config, quant, "experts", "warmup", model)
+    layer, quant = empty_layer(experts), QuantSpec(PACKED_MXFP4, recoded_from=MXFP4)
+    layer.quant_method = PackedMoeMethod(layer.moe_config, quant, "experts", "warmup", ModelState())
     with DEVICE:
         layer.quant_method.create_weights(
             layer,
@@ -102,7 +102,6 @@ def packed(experts: Experts) -> Load:
 
     def load(path: Path) -> None:
         load_layer(layer, path)
-        model.halves.write()
         layer.quant_method.loading.finish(layer)
 
     return load

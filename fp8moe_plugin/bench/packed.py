@@ -6,9 +6,8 @@ from fp8moe_plugin.checkpoint.shapes import Experts
 from fp8moe_plugin.formats.mxfp4 import MXFP4, PACKED_MXFP4
 from fp8moe_plugin.layers.parameters import expert_tensors
 from fp8moe_plugin.layers.recode import block_fp8
-from fp8moe_plugin.ops.fp4_blocks import Fp4Blocks
-from fp8moe_plugin.ops.mxfp4 import steps_of, write_down, write_half
 from fp8moe_plugin.ops.operands import ExpertWeights, Quantized
+from fp8moe_plugin.ops.pack_mxfp4 import pack_mxfp4
 
 LARGEST_BELOW = 3  # of the exponents of a row, all of which Humming then represents exactly
 BIAS = 127
@@ -47,9 +46,7 @@ def packed(weights: ExpertWeights) -> ExpertWeights:
     with codes.device:
         tensors = expert_tensors(PACKED_MXFP4, experts, hidden, 2 * columns)
     found = ExpertWeights.of(*tensors.values())
-    for e in range(experts):
-        to, (w13, w2) = found.of_expert(e), weights.of_expert(e)[:2]
-        for half, projection in enumerate(zip(*(tensor.chunk(2) for tensor in w13), strict=True)):
-            write_half(*to.w13, half, steps_of(Fp4Blocks.of(*projection)))
-        write_down(*to.w2, steps_of(Fp4Blocks.of(*w2)))
+    gates, ups = zip(*(tensor.chunk(2, 1) for tensor in weights.w13), strict=True)
+    for shard_id, to, both in (("w1", found.w13, gates), ("w3", found.w13, ups), ("w2", found.w2, weights.w2)):
+        pack_mxfp4(*to, shard_id, *(tensor.flatten(0, 1) for tensor in both))
     return found

@@ -18,11 +18,12 @@ from fp8moe_plugin.errors import CheckpointError
 from fp8moe_plugin.formats.fp8_block import GROUP
 from fp8moe_plugin.formats.weight_format import Role, ceil_div
 from fp8moe_plugin.layers.loading import checked_bias
-from fp8moe_plugin.layers.pack import Share, pack, write
+from fp8moe_plugin.layers.pack import Share, pack
 from fp8moe_plugin.layers.parameters import is_bias, stored_tensor_format
 from fp8moe_plugin.layers.recode import Halves, block_fp8, check_exponents, copies_early, on_one_thread, to_device
 from fp8moe_plugin.ops.fp4_blocks import CODES, EXPONENTS, SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import steps_of
+from fp8moe_plugin.ops.pack_mxfp4 import pack_mxfp4, write
 
 SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}  # by the beginning of a parameter's name; their rows alternate
 BATCH_BYTES = 1 << 25  # of codes that are written at once; the device needs up to ten times as much while it does
@@ -97,7 +98,7 @@ class Target(NamedTuple):
     scales: torch.Tensor
     share: Share
     packed: bool  # or in block FP8
-    running: bool  # see `ShardBatch`
+    running: bool  # see `pack`
     balanced: bool
 
     @on_one_thread
@@ -105,7 +106,7 @@ class Target(NamedTuple):
         """Load codes or exponents. The second of both to arrive writes the parameters.
 
         Raises:
-            CheckpointError, UnsupportedError: see `ShardBatch` and `block_fp8`.
+            CheckpointError, UnsupportedError: see `pack` and `block_fp8`.
         """
         waits = role is Role.WEIGHT
         half = tensor.view(torch.uint8)
@@ -137,10 +138,14 @@ class Target(NamedTuple):
     def _pack(self, codes: torch.Tensor, exponents: torch.Tensor) -> int | None:
         """Returns the first of the experts that are left, if their blocks may take further steps."""
         for batch in self._batches(codes, exponents):
+            own = self.weight.data[batch.experts], self.scales.data[batch.experts]
+            if batch.most <= SPAN:
+                for shard, both in zip(SHARDS[self.part], batch.projections, strict=True):
+                    pack_mxfp4(*own, shard, *both)
+                continue
             blocks = [Fp4Blocks.of(*both, batch.most) for both in batch.projections]
             if max(each.span for each in blocks) > SPAN:
                 return int(batch.experts.start)
-            own = self.weight.data[batch.experts], self.scales.data[batch.experts]
             for shard, each in zip(SHARDS[self.part], blocks, strict=True):
                 write(*own, shard, steps_of(each))
         return None
@@ -154,7 +159,7 @@ class Target(NamedTuple):
                 name = f"{self.layer} ({shard} of local expert {expert})"
                 both = on_device[row :: len(shards)], exponents[expert][row :: len(shards)]
                 options = {"running": self.running, "balanced": self.balanced}
-                pack(name, (self.weight, self.scales), [expert], shard, both, self.share, **options)
+                pack(name, (self.weight, self.scales), [expert], shard, both, **options)
 
     def _batches(self, codes: torch.Tensor, exponents: torch.Tensor) -> Iterator["Batch"]:
         """Yields the experts; what is done with a batch may overwrite its codes."""

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 HIGHEST_EXPONENT = int(math.log2(LARGEST_SCALE)) + 127
-HALVES_ON_DEVICE = BATCHES = 3  # an expert has three projections
+HALVES_ON_DEVICE = 3  # an expert has three projections
 
 
 def on_one_thread(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -153,52 +153,26 @@ def _pairs(device: torch.device) -> torch.Tensor:
     return both.view(torch.int16).flatten().to(device)
 
 
-class Waiting(Protocol):
-    """Complete projections that are written together."""
-
-    def write(self) -> None: ...
-
-
 @dataclass
 class Halves:
-    """The tensors of a model's projections that are not written to parameters yet.
+    """The tensors of a model's projections that wait for the projection's weight or scales.
 
-    Halves wait for the projection's weight or scales, which must arrive in the same load. A half that a load leaves
-    behind would be combined with the other half of the next one, so the engines' states check or clear them where a
-    load ends. Whole projections may wait for others.
+    Both must arrive in the same load. A half that a load leaves behind would be combined with the other half of the
+    next one, so the engines' states check or clear them where a load ends.
     """
 
     waiting: dict[str, tuple[Role, torch.Tensor]] = field(default_factory=dict)  # by projection, as in `Arrivals`
-    batches: dict[str, Waiting] = field(default_factory=dict)  # by layer and shard, the latest last
 
     def clear(self, layer: str = "") -> None:
         """Forget the tensors of a layer, or of all."""
         self.waiting = {name: half for name, half in self.waiting.items() if not name.startswith(layer)}
-        self.batches = {name: batch for name, batch in self.batches.items() if not name.startswith(layer)}
-
-    def keep(self, shard: str, batch: Waiting) -> None:
-        """Keep complete projections until more have come.
-
-        A checkpoint may have an expert of all layers before the next one, so only as many shards wait as a layer has.
-        The one to which nothing was added for longest is written then.
-        """
-        self.batches.pop(shard, None)
-        self.batches[shard] = batch
-        if len(self.batches) > BATCHES:
-            self.batches.pop(next(iter(self.batches))).write()
-
-    def write(self, layer: str = "") -> None:
-        """Write the complete projections of a layer, or of all, to their parameters."""
-        for shard in [shard for shard in self.batches if shard.startswith(layer)]:
-            self.batches.pop(shard).write()
 
     def check(self, layer: str = "") -> None:
-        """Write the complete projections of a layer, or of all, and check that no half waits; forget those that do.
+        """Check that no half of a layer, or of all, waits; forget those that do.
 
         Raises:
             CheckpointError: codes have arrived without exponents, or exponents without codes.
         """
-        self.write(layer)
         alone = [(name, role) for name, (role, _) in self.waiting.items() if name.startswith(layer)]
         self.clear(layer)
         for name, role in alone:
@@ -216,7 +190,6 @@ class Halves:
         device: torch.device,
         *,
         stays: bool = False,
-        copy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns codes on a device and exponents where they arrived, once both have arrived.
 
@@ -225,7 +198,6 @@ class Halves:
 
         Args:
             stays: the tensor is not overwritten while it waits, so it is no copy that waits.
-            copy: the codes that are returned may wait, so they are a copy.
         """
         before = self.waiting.pop(projection, None)
         if before is None or before[0] is role:
@@ -235,7 +207,7 @@ class Halves:
             self.waiting[projection] = role, kept
             return None
         if role is Role.WEIGHT:
-            return to_device(tensor, device, copy=copy), before[1]
+            return to_device(tensor, device), before[1]
         return to_device(before[1], device), tensor
 
 

@@ -1,8 +1,12 @@
 """The kernel that packs experts in MXFP4 writes the bytes of the packing in plain torch."""
 
+import functools
+
 import pytest
 import torch
 
+from fp8moe_plugin.formats.weight_format import Role
+from fp8moe_plugin.layers.pack import Share, pack, part_of_rank
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
 from tests import helpers as h
@@ -72,3 +76,18 @@ def test_codes_anywhere_in_memory_are_packed(emulator: Device) -> None:
     shifted = torch.empty(codes.numel() + 1, dtype=torch.uint8)[1:].view(codes.shape).copy_(codes)
     for given, k_blocks in ((columns, 2), ((shifted, exponents), 4)):
         assert_packed(emulator, 1, given, garbage(1, "w2", (2, k_blocks), further=0), "w2")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_pack_their_shares(emulator: Device, rank: int) -> None:
+    """320 channels on four ranks: one has half a block, and the last has none."""
+    share = Share(320, 4, rank)
+    for shard_id in PARTS:
+        down, to, wanted = shard_id == "w2", *(garbage(2, shard_id, (1, 1), further=0) for _ in range(2))
+        sizes = (100, 320) if down else (320, 96)
+        whole = zip(Role, random_projections(h.seeded(rank, CPU), 1, *sizes, "random"), strict=True)
+        both = tuple(part_of_rank(role, half, down, share) for role, half in whole)
+        packing = functools.partial(pack, slots=[1], shard_id=shard_id, both=both, running=False, balanced=False)
+        packing("w", tuple(wanted))
+        emulator.execute(rank, functools.partial(packing, "w", tuple(to)))
+        assert all(h.same_bits(tensor, its) for tensor, its in zip(to, wanted, strict=True))

@@ -161,11 +161,3 @@ def test_a_copy_of_pinned_memory_does_not_return_early():
     """The GPU reads it later, when the engine may have overwritten it."""
     pinned = SimpleNamespace(is_cpu=True, is_pinned=lambda: True)
     assert not copies_early(pinned, torch.device("cuda"))
-
-
-def test_projections_wait_that_grew_last():
-    halves, written = Halves(), []
-    for shard in ("a", "b", "c", "a", "d"):
-        halves.keep(shard, SimpleNamespace(write=lambda shard=shard: written.append(shard)))
-    assert written == ["b"]
-    assert list(halves.batches) == ["c", "a", "d"]

@@ -25,7 +25,7 @@ def pack_part(codes: torch.Tensor, exponents: torch.Tensor) -> None:
     given = zip(Role, (codes, exponents), strict=True)
     both = tuple(part_of_rank(role, tensor, False, LAST) for role, tensor in given)
     parameters = tuple(tensor[None] for tensor in empty_pair(PACKED_MXFP4, 512, K, META))
-    pack("w", parameters, [0], "w1", both, LAST, running=False, balanced=False)
+    pack("w", parameters, [0], "w1", both, running=False, balanced=False)
 
 
 def projection(span: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -75,7 +75,6 @@ class Loads:
         Raises:
             CheckpointError: a tensor is missing or damaged.
         """
-        self.halves.write(f"{method.prefix} ")
         forget_tables()
         if self.empty:
             return
@@ -146,7 +145,6 @@ class Loads:
                 config = getattr(model, "config", None)
                 loaded = load(self._followed(weights, alone, last, config), *args, **kwargs)
                 check_fused(model, alone)
-                self.halves.write()
             except Exception as error:
                 self.halves.clear()
                 self.error = error if isinstance(error, Fp8MoeError) else unexpected(last[0], error)

@@ -27,7 +27,7 @@ from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.blocks import announce_padding, padded_to_blocks
 from fp8moe_plugin.layers.experts import Experts
 from fp8moe_plugin.layers.loading import as_kept, check_expert_shape, per_row, shape_errors
-from fp8moe_plugin.layers.pack import ShardBatch, Share, pack_later, part_of_rank
+from fp8moe_plugin.layers.pack import Share, pack, part_of_rank
 from fp8moe_plugin.layers.parameters import expert_tensors, marked, role_of, unset
 from fp8moe_plugin.layers.recode import block_fp8, targets
 from fp8moe_plugin.layers.sglang import compat, online
@@ -194,8 +194,8 @@ def _loader(method: Fp8MoeMethod, hidden: int, intermediate: int) -> Callable[..
             own = targets(layer, shard_id, weight_name, SCALE)
             if quant.weights is PACKED_MXFP4:
                 (weight, _), (scales, _) = own
-                batch = ShardBatch((weight, scales), shard_id, share, loads.serving, get_server_args().enable_eplb)
-                pack_later(loads.halves, method.prefix, f"{method.prefix}{projection}", slots, both, batch)
+                states = {"running": loads.serving, "balanced": get_server_args().enable_eplb}
+                pack(f"{method.prefix}{projection}", (weight, scales), slots, shard_id, both, **states)
             else:
                 for (parameter, name), tensor in zip(own, block_fp8(what, *both), strict=True):
                     pad_and_load(layer, what, parameter, tensor, name, shard_id, expert_id)
@@ -233,9 +233,9 @@ def _add_half(
     Args:
         param: that of the codes or of the exponents.
     """
-    role, packed = role_of(param), method.quant_config.expert_spec.weights is PACKED_MXFP4
-    if packed:
+    role = role_of(param)
+    if method.quant_config.expert_spec.weights is PACKED_MXFP4:
         half = part_of_rank(role, half, shard_id == "w2", share)
     both: tuple[torch.Tensor, torch.Tensor] | None
-    both = method.quant_config.loads.halves.add(projection, role, half, param.device, copy=packed)
+    both = method.quant_config.loads.halves.add(projection, role, half, param.device)
     return both

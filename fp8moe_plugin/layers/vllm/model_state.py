@@ -106,7 +106,6 @@ class ModelState:
             self.reloaded, self.without_tensors = False, []
             compat.keep_mla_weights(self.engine)
         self.reloading.add(layer)
-        self.halves.write(f"{layer} ")  # what loaders brought alone, which stays if the reload brings nothing
         self.halves.clear(f"{layer} ")
 
     def finish_layer(self, layer: str, got_tensors: bool) -> None:
@@ -140,10 +139,7 @@ class ModelState:
             serving = serving or _serves(module)
             self.calls += 1
             try:
-                loaded = load(self._arriving(weights, serving), *args, **kwargs)
-                if self.calls == 1:
-                    self.halves.write()
-                return loaded
+                return load(self._arriving(weights, serving), *args, **kwargs)
             except BaseException as error:
                 self.halves.clear()
                 if not serving or self.calls > 1 or self.failure or self._has_changed_nothing(module):

@@ -1,4 +1,4 @@
-"""Experts in MXFP4: projections are packed for the kernels once the codes and exponents of several have arrived."""
+"""Experts in MXFP4: a projection is packed for the kernels once its codes and exponents have arrived."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 
 from fp8moe_plugin.formats.spec import QuantSpec
 from fp8moe_plugin.formats.weight_format import Role
-from fp8moe_plugin.layers.pack import ShardBatch, Share, check_room, grow, pack_later, part_of_rank
+from fp8moe_plugin.layers.pack import Share, check_room, grow, pack, part_of_rank
 from fp8moe_plugin.layers.parameters import role_of
 from fp8moe_plugin.layers.recode import Halves, on_one_thread, targets
 from fp8moe_plugin.layers.vllm import compat
@@ -31,7 +31,6 @@ class PackedMoeMethod(Fp8MoeMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         with self.loading.errors_fail_model():
-            self.loading.model.halves.write(f"{self.prefix} ")
             if self.loading.reloading:
                 self._match_further_steps(layer)
         super().process_weights_after_loading(layer)
@@ -68,16 +67,18 @@ def _loader(prefix: str, scale: str, share: Share) -> Callable[..., bool | None]
         halves: Halves = layer.fp8moe_loading.model.halves
         role = role_of(param)
         half = part_of_rank(role, loaded_weight, shard_id == "w2", share)
-        if both := halves.add(name, role, half, param.device, copy=True):
+        if both := halves.add(name, role, half, param.device):
             (weight, _), (scales, _) = targets(layer, shard_id, weight_name, scale)
             if param.is_meta:
                 _count(weight, scales, shard_id)
             else:
                 expert = compat.local_expert(layer, expert_id)
                 assert expert is not None  # see `Fp8MoeMethod.check_tensor`
-                states = layer.fp8moe_loading.in_place, layer.moe_config.moe_parallel_config.enable_eplb
-                batch = ShardBatch((weight, scales), shard_id, share, *states)
-                pack_later(halves, prefix, name, [expert], both, batch)
+                states = {
+                    "running": layer.fp8moe_loading.in_place,
+                    "balanced": layer.moe_config.moe_parallel_config.enable_eplb,
+                }
+                pack(name, (weight, scales), [expert], shard_id, both, **states)
         return True if return_success else None
 
     pack_and_load.supports_moe_loading = True  # type: ignore[attr-defined]  # some of vLLM's models check for it

@@ -3,7 +3,6 @@
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -60,50 +59,6 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
         for expert in range(EXPERTS):
             assert_equal(weights_of(layer, expert), part_of(checkpoint, expert, rank, part, ranks))
         layers.QUANT.loads.finish()
-
-
-@pytest.mark.parametrize("end", [lambda loads, layer: layer.finish(), lambda loads, layer: loads.finish()])
-def test_the_last_experts_are_packed_when_the_load_ends(monkeypatch, end):
-    monkeypatch.setattr(pack, "BATCH_BYTES", 2 * INTERMEDIATE * HIDDEN // 2)
-    loads, layer = layers.QUANT.loads, Layer(INTERMEDIATE, 1, 0)
-    for checkpoint in (in_mxfp4(INTERMEDIATE), second()):
-        layer.load(checkpoint)
-        assert loads.halves.batches
-        end(loads, layer)
-        assert not loads.halves.batches
-        assert_holds(layer, checkpoint)
-
-
-def test_a_step_packs_what_loaders_brought_alone():
-    """A custom loader of SGLang may call them outside of the model's `load_weights`."""
-    loads, layer = layers.QUANT.loads, Layer(INTERMEDIATE, 1, 0).load(in_mxfp4(INTERMEDIATE))
-    loads.finish()
-    layer.load({name: tensors[:1] for name, tensors in second().items()})
-    assert loads.halves.batches
-    loads.check_usable()
-    assert_equal(weights_of(layer, 0), wanted_of(second(), 0))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_call_of_the_model_leaves_no_projection(fails):
-    """It packs what is complete, or forgets it with an error."""
-    checkpoint, layer = in_mxfp4(INTERMEDIATE), Layer(INTERMEDIATE, 1, 0)
-    part = {name: tensors[:1] for name, tensors in checkpoint.items()}
-
-    def load_weights(weights):
-        list(weights)
-        layer.load(part)
-        assert layers.QUANT.loads.halves.batches
-        if fails:
-            raise OSError("disk")
-
-    model = SimpleNamespace(load_weights=load_weights, named_modules=list)
-    layers.QUANT.loads.follow(model)
-    with pytest.raises(CheckpointError, match="disk") if fails else nullcontext():
-        model.load_weights([])
-    assert not layers.QUANT.loads.halves.batches
-    if not fails:
-        assert_equal(weights_of(layer, 0), wanted_of(checkpoint, 0))
 
 
 def slow_to_device(*args, copy=False):

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from fp8moe_plugin.errors import CheckpointError, UnsupportedError
-from fp8moe_plugin.layers import pack
 from fp8moe_plugin.layers.vllm.config import moe_method
 from fp8moe_plugin.layers.vllm.entry import Entry
 from fp8moe_plugin.layers.vllm.pack import PackedMoeMethod
@@ -40,13 +39,6 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
             assert_equal(weights_of(layer, expert), part_of(checkpoint, expert, rank, part, ranks))
 
 
-@pytest.fixture
-def two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the last of three experts waits until the load ends."""
-    monkeypatch.setattr(pack, "BATCH_BYTES", 2 * INTERMEDIATE * HIDDEN // 2)
-
-
-@pytest.mark.usefixtures("two_at_once")
 @pytest.mark.parametrize("backwards", [False, True])
 def test_the_engine_may_overwrite_its_tensors(backwards):
     checkpoint = first("packed")
@@ -61,16 +53,14 @@ def test_the_engine_may_overwrite_its_tensors(backwards):
     assert_holds(layer, checkpoint)
 
 
-@pytest.mark.usefixtures("two_at_once")
 @pytest.mark.parametrize("load", [Model.reload, Model.load])
 @pytest.mark.parametrize("widened", [False, True])
-def test_the_last_experts_are_packed_when_the_load_ends(load, widened):
+def test_all_experts_are_loaded_again(load, widened):
     before = wide(first("packed"), 1, "w1", "w2") if widened else first("packed")
     model = Model("packed").start(before)
     assert_holds(model.experts, before)
     for checkpoint in (second("packed"), before):
         load(model, checkpoint)
-        assert not model.state.halves.batches
         assert_holds(model.experts, checkpoint)
         model.step()
 
@@ -90,13 +80,13 @@ def test_some_experts_may_be_loaded_in_place(end):
     assert_holds(model.experts, wanted)
 
 
-def test_a_load_that_fails_leaves_no_projection_to_the_next_one():
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_load_that_fails_leaves_no_half_to_the_next_one(half):
     model, checkpoint = Model("packed"), second("packed")
     tensors = [named for named in model.tensors(first("packed")) if named[0].startswith("experts.w1.0")]
     with pytest.raises(OSError, match="disk"):
-        model.load_weights(breaks([*tensors, tensors[0]], len(tensors), OSError("disk")))
-    assert not model.state.halves.batches
-    model.load_weights(named for named in model.tensors(checkpoint) if not named[0].startswith("experts.w1.0"))
+        model.load_weights(breaks([tensors[half], tensors[half]], 1, OSError("disk")))
+    model.load_weights(named for named in model.tensors(checkpoint) if named[0] != tensors[half][0])
     with pytest.raises(CheckpointError, match=r"w13_weight_scale of local expert 0: a tensor is missing"):
         model.experts.quant_method.process_weights_after_loading(model.experts)
 
