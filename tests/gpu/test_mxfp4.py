@@ -12,6 +12,7 @@ from fp8moe_plugin.checkpoint import shapes
 from fp8moe_plugin.formats.fp8_block import FP8_BLOCK
 from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
+from fp8moe_plugin.layers.pack import pack
 from fp8moe_plugin.ops import batched_experts, fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
@@ -141,3 +142,22 @@ def test_experts_are_packed_as_on_a_cpu(
     pack_mxfp4(*wanted, shard_id, *given)
     pack_mxfp4(*to, shard_id, *(half.cuda() for half in given))
     assert all(h.same_bits(tensor.cpu(), its) for tensor, its in zip(to, wanted, strict=True))
+
+
+@pytest.mark.parametrize("shard_id", PARTS)
+def test_packing_neither_waits_nor_takes_memory(shard_id: str) -> None:
+    """But for the exponents, which the engine has on the host."""
+    codes, exponents = random_projections(h.seeded(0, CPU), 1, 2048, 4096, "random")
+    parameters = tuple(tensor.cuda() for tensor in garbage(1, shard_id, (16, 32), further=0))
+    both = codes.cuda(), exponents
+    packing = partial(pack, "w", parameters, [0], shard_id, both, running=False, balanced=False)
+    packing()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packing()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before == exponents.nbytes
