@@ -61,6 +61,23 @@ def test_ranks_hold_their_part(intermediate, ranks, part, widened):
         layers.QUANT.loads.finish()
 
 
+@pytest.mark.parametrize("half", ["w1_weight", "w1_weight_scale_inv"])
+def test_a_call_of_the_model_that_fails_leaves_no_half(half):
+    layer, halves = Layer(INTERMEDIATE, 1, 0), layers.QUANT.loads.halves
+
+    def load_weights(weights):
+        list(weights)
+        layer.load({half: in_mxfp4(INTERMEDIATE)[half][:1]})
+        assert halves.waiting
+        raise OSError("disk")
+
+    model = SimpleNamespace(load_weights=load_weights, named_modules=list)
+    layers.QUANT.loads.follow(model)
+    with pytest.raises(CheckpointError, match="disk"):
+        model.load_weights([])
+    assert not halves.waiting
+
+
 def slow_to_device(*args, copy=False):
     time.sleep(0.002)
     return to_device(*args, copy=copy)
