@@ -145,6 +145,13 @@ def random_routing(gen: torch.Generator, kind: str, tokens: int, topk: int, expe
     return weights / weights.sum(-1, keepdim=True), ids.int()
 
 
+def routing_of_counts(gen: torch.Generator, counts: list[int]) -> Quantized:
+    """float32 router weights and int32 expert ids, both `[sum(counts), 1]`: expert e has `counts[e]` tokens."""
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(gen.device, torch.int32)
+    ids = ids[torch.randperm(len(ids), generator=gen, device=gen.device), None]
+    return torch.rand(ids.shape, generator=gen, device=gen.device) + 0.1, ids
+
+
 def with_shared_expert(weights: torch.Tensor, ids: torch.Tensor, experts: int, routed_scale: float) -> Quantized:
     """Returns a routing among all experts but the last, which has a column of its own with weight 1."""
     ids = torch.where(ids < experts - 1, ids, -1)  # the router cannot choose the last one

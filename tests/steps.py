@@ -129,7 +129,7 @@ def route(
     spec = LayerSpec(MoeShape(topk, GROUP, GROUP, num_experts, mapped[1]))
     ids = Ids(topk_ids.data_ptr(), topk_ids.dtype == torch.int64, mapped[0], tokens, spec)
     out = RoutingAddresses(slots.data_ptr(), tokens_of_rows.data_ptr(), num_rows.data_ptr())
-    launch(device, route_launches(ids, counts.data_ptr(), out, tiles.addresses, tile.cut, 1))
+    launch(device, route_launches(ids, counts.data_ptr(), out, tiles.addresses, tile.rows, 1))
     return RoutingTensors(slots, tokens_of_rows, num_rows, tiles)
 
 
@@ -157,7 +157,7 @@ def tiles_of_counts(counts: torch.Tensor, max_m: int, tile: RowTile) -> TileTens
         groups = [(g, g * max_m, g * max_m + count) for g, count in enumerate(clamped)]
         return tiles_of_groups(groups, tile, counts.device)
     tiles = empty_tiles(len(counts) * max_m, len(counts), tile, counts.device)
-    launch(device, [tiles_of_counts_launch(counts.data_ptr(), len(counts), max_m, tiles.addresses, tile.cut)])
+    launch(device, [tiles_of_counts_launch(counts.data_ptr(), len(counts), max_m, tiles.addresses, tile.rows)])
     return tiles
 
 
@@ -170,7 +170,7 @@ def tiles_of_ends(ends: torch.Tensor, rows: int, alignment: int, tile: RowTile) 
         groups = [(g, begins[g], max(begins[g], limits[g + 1])) for g in range(len(ends))]
         return tiles_of_groups(groups, tile, ends.device)
     tiles = empty_tiles(rows, len(ends), tile, ends.device)
-    launch(device, [tiles_of_ends_launch(ends.data_ptr(), len(ends), rows, alignment, tiles.addresses, tile.cut)])
+    launch(device, [tiles_of_ends_launch(ends.data_ptr(), len(ends), rows, alignment, tiles.addresses, tile.rows)])
     return tiles
 
 
@@ -186,7 +186,7 @@ def tiles_of_indices(indices: torch.Tensor, num_groups: int, tile: RowTile, out:
     tiles, runs = empty_tiles(rows, rows, tile, indices.device, counted=False), torch.empty_like(indices)
     addresses = indices.data_ptr(), rows, num_groups, runs.data_ptr(), tiles.addresses
     result = out.data_ptr(), out.shape[1]
-    launch(device, [tiles_of_indices_launch(device.multiprocessors, *addresses, tile.cut, *result)])
+    launch(device, [tiles_of_indices_launch(device.multiprocessors, *addresses, tile.rows, *result)])
     return tiles
 
 

@@ -5,7 +5,8 @@
 // The GEMM is the same as in grouped_gemm.cu. The two halves of a tile are 128 channels of the gate projection and the
 // same 128 channels of the up projection, so that each scale is computed within one warpgroup.
 //
-// DECODED: weights are packed, and decoded in shared memory, see decode_row_tile.cuh. Tiles have no tail then.
+// DECODED: weights are packed, and decoded in shared memory, see decode_row_tile.cuh. Tiles have no tail then, and
+// thread blocks form clusters of two.
 //
 // In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of 128 rows of weights, or their chunks
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride;    b_scales  [experts, N / 128, K / 128]
@@ -16,7 +17,7 @@
 //                 may start while this one ends (PDL); null: nothing is counted
 // Out:  d         e4m3 [m, I], which d_map stores;    d_scales  float32 [I / 128, m] at scale_pitch(m)
 //
-// Grid: any number of thread blocks, one per SM, which take tiles from the queue.
+// Grid: any number of thread blocks, one per SM, which take tiles from the queue; DECODED: of clusters of two.
 #include "epilogue/swiglu_rows.cuh"
 #include "formats/row_scales.cuh"
 #include "mma/row_tile.cuh"
@@ -28,7 +29,7 @@
 #endif
 
 constexpr int kHalves = 2;  // of a tile: gate and up
-using Queue = TileQueue<kCut>;
+using Queue = TileQueue<kCut, 1, kBlocksOfTile>;
 
 // The staging area holds 64 rows of each warpgroup, then the tail, which the warpgroups share.
 #ifdef DECODED
@@ -72,20 +73,20 @@ struct StepScales : StepsOfTile {
     }
 };
 
+DEVICE int columns_of(const Operands& in) { return in.n / (kHalves * kHalfN); }
+
 DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, const int4* table, int* num_tiles,
                        int m) {
-    const int warp = threadIdx.x / kWarp - kMathWarps;
+    const int warp = threadIdx.x / kWarp - kMathWarps, columns = columns_of(in);
     if (warp == 0) {
-        Queue queue(table, num_tiles, 0, m, in.n / (kHalves * kHalfN), in.steps);
-        load_chunks(shared, queue, in.steps, [&](const Tile& tile) {
+        auto make_queue = [&] { return Queue(table, num_tiles, 0, m, ceil_div(columns, kColumnsOfTile), in.steps); };
+        auto loads_of = [&](const Tile& tile) {
             return GateAndUp(in.weights, tile.expert * (in.n / kHalfN) + tile.column);
-        });
-        queue.finish();
+        };
+        load_chunks(shared, in.steps, columns, make_queue, loads_of, [] {});
     } else if (warp == 1) {
-        PassedTiles tiles;
-        for (Tile tile = tiles.receive(shared); tile.rows > 0; tile = tiles.receive(shared))
-            load_tokens(shared, rings.tokens, in, tile, in.steps, StepScales(in, tile));
-        end_tiles<1>(shared, rings.tokens);
+        auto scales_of = [&](const Tile& tile) { return StepScales(in, tile); };
+        load_tokens(shared, rings.tokens, in, columns, [](const Tile&) {}, scales_of);
     }
 }
 #else
@@ -190,9 +191,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
 #ifdef DECODED
-    init_decoding(shared);
-#endif
+    init_decoding(shared, kFullArrivals, kMathWarps);
+#else
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
+#endif
 
     int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK;
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
@@ -205,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         load_tiles(shared, rings, in, table, num_tiles, m);
     } else if (warpgroup > kMathWarpgroups) {
         decrease_registers<kDecoderRegisters>();
-        decode_tiles<true>(shared, in.steps);
+        decode_tiles<true>(shared, in.steps, columns_of(in));
 #else
         bool first_warp = threadIdx.x / kWarp == kMathWarps;
         if (GATHER || first_warp) {
@@ -229,4 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         stored.finish(shared, warpgroup);
     }
+#ifdef DECODED
+    end_decoding();
+#endif
 }

@@ -27,7 +27,7 @@
 // Out:  d         bfloat16 or float32 [rows, N], see OUTPUT; d_map stores it for OUTPUT_BF16
 //       PUSHED: d is this rank's window, c int32 [rows], the pair of each row, m the number of pairs of all ranks
 //
-// Grid: any number of thread blocks, one per SM, which take tiles from the queue.
+// Grid: any number of thread blocks, one per SM, which take tiles from the queue; DECODED: of clusters of two.
 #include "epilogue/result.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "formats/row_scales.cuh"
@@ -40,7 +40,7 @@
 #endif
 
 constexpr int kHalves = BLOCK_N / kHalfN;
-using Queue = TileQueue<kCut, KEEP_B ? 4 : 1>;
+using Queue = TileQueue<kCut, KEEP_B ? 4 : 1, kBlocksOfTile>;
 using Accumulator = Fragment<kHalfN>;
 
 // The staging area holds 64 rows of each warpgroup and part of 64 columns, then the tails.
@@ -79,13 +79,12 @@ DEVICE int step_of_chunk(int step, int k_blocks) { return step < k_blocks ? step
 
 struct HalfChunks {
     const u8* chunks;
-    i64 to_next;  // 0 where a tile passes N
-    int k_blocks;
+    int to_next, k_blocks;  // bytes; 0 where a tile passes N
 
     DEVICE HalfChunks(const Operands& in, const Tile& tile) : k_blocks(in.k_blocks) {
         const int blocks = in.n / kHalfN, block = tile.column * kHalves;  // of rows
-        const i64 pitch = i64(in.weights->steps) * kChunkBytes;
-        chunks = in.weights->chunks + (tile.expert * blocks + block) * pitch;
+        const int pitch = in.weights->steps * kChunkBytes;
+        chunks = in.weights->chunks + (tile.expert * blocks + block) * i64(pitch);
         to_next = block + 1 < blocks ? pitch : 0;
     }
     DEVICE void start(u32 to, u32 full, int step, int half) const {
@@ -94,29 +93,31 @@ struct HalfChunks {
 };
 
 struct StepScales {
+    const WeightMap& map;
     const WeightScale* scales;
     int to_next, k_blocks;
-    const WeightMap* map;
 
-    DEVICE StepScales(const Operands& in, const Tile& tile) : k_blocks(in.k_blocks), map(in.weights) {
-        const int blocks = in.n / kHalfN, block = tile.column * kHalves, pitch = scale_pitch(*map, k_blocks);
+    DEVICE StepScales(const Operands& in, const Tile& tile) : map(*in.weights), k_blocks(in.k_blocks) {
+        const int blocks = in.n / kHalfN, block = tile.column * kHalves, pitch = scale_pitch(map, k_blocks);
         scales = scales_of_rows(in.weight_scales, tile.expert * blocks + block, pitch);
         to_next = block + 1 < blocks ? pitch : 0;
     }
-    DEVICE int half_of(int step) const { return (step - k_blocks) % 2; }
+    DEVICE bool is_second(int step) const { return step >= k_blocks && (step - k_blocks) % 2; }
     DEVICE int k_block(int step) const {
-        const StepsOfTile steps(step < k_blocks ? scales : scales + half_of(step) * to_next, *map, k_blocks);
-        return steps.k_block(step_of_chunk(step, k_blocks));
+        return StepsOfTile(is_second(step) ? scales + to_next : scales, map, k_blocks)
+            .k_block(step_of_chunk(step, k_blocks));
     }
     DEVICE void load_scales(WeightTile<SharedMemory> to, int step) const {
 #pragma unroll
         for (int half = 0; half < kHalves; ++half)
-            if (step < k_blocks || half == half_of(step))
+            if (step < k_blocks || half == is_second(step))
                 to.load_scale(half, scales + half * to_next + step_of_chunk(step, k_blocks));
             else
                 to.no_scale(half);
     }
 };
+
+DEVICE int columns_of(const Operands& in) { return ceil_div(in.n, BLOCK_N); }
 
 DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in, const int4* table, int* num_tiles,
                        int m, int* done_counters) {
@@ -124,18 +125,21 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
     if (warp > 1) return;
     if (!done_counters) wait_for_previous_kernel();  // which made the table
     if (warp == 0) {
-        Queue queue(table, num_tiles, 1, m, ceil_div(in.n, BLOCK_N), in.steps, done_counters);
-        load_chunks(shared, queue, in.steps, [&](const Tile& tile) { return HalfChunks(in, tile); });
-        if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
-        queue.finish();
+        auto make_queue = [&] {
+            return Queue(table, num_tiles, 1, m, ceil_div(columns_of(in), kColumnsOfTile), in.steps, done_counters);
+        };
+        auto loads_of = [&](const Tile& tile) { return HalfChunks(in, tile); };
+        load_chunks(shared, in.steps, columns_of(in), make_queue, loads_of, [&] {
+            if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
+        });
     } else {
-        AwaitedRows rows({done_counters, 1}, kMathWarpgroups * in.k_blocks, kMathWarpgroups);
-        PassedTiles tiles;
-        for (Tile tile = tiles.receive(shared); tile.rows > 0; tile = tiles.receive(shared)) {
-            rows.wait(tile);
-            load_tokens(shared, rings.tokens, in, tile, in.steps, StepScales(in, tile));
-        }
-        end_tiles<1>(shared, rings.tokens);
+        AwaitedRows rows({done_counters, 1}, 0, kMathWarpgroups);
+        auto wait = [&](const Tile& both) {
+            rows.counts_per_tile = kMathWarpgroups * tiles_of_rows(both, in.k_blocks);
+            rows.wait(both);
+        };
+        auto scales_of = [&](const Tile& tile) { return StepScales(in, tile); };
+        load_tokens(shared, rings.tokens, in, columns_of(in), wait, scales_of);
     }
 }
 #else
@@ -251,9 +255,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  const float* bias) {
     SharedMemory shared{dynamic_shared_address()};
 #ifdef DECODED
-    init_decoding(shared);
-#endif
+    init_decoding(shared, kFullArrivals, kMathWarps);
+#else
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
+#endif
 
     int warpgroup = warp_uniform(threadIdx.x / kWarpgroup), k_blocks = k / kBlockK, steps = k_blocks;
 #ifdef DECODED
@@ -268,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         load_tiles(shared, rings, in, table, num_tiles, m, done_counters);
     } else if (warpgroup > kMathWarpgroups) {
         decrease_registers<kDecoderRegisters>();
-        decode_tiles<false>(shared, in.steps);
+        decode_tiles<false>(shared, in.steps, columns_of(in));
 #else
         if (threadIdx.x / kWarp == kMathWarps) {
             if (!done_counters) wait_for_previous_kernel();  // which made the table
@@ -289,4 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         if (threadIdx.x % kWarpgroup < storing_threads()) tma_store_wait();
     }
+#ifdef DECODED
+    end_decoding();
+#endif
 }

@@ -26,7 +26,7 @@ DEVICE u32 signs(u32 codes) {
     return (bits | bits << 4) & 0x01010101;
 }
 
-// The word of eight codes of a thread of wgmma, see `words` of fp8moe_plugin/ops/mxfp4.py.
+// The word of eight codes of a thread of wgmma, see `words` of fp8moe_plugin/ops/mxfp4_words.py.
 DEVICE u32 word_of(u32 first, u32 second) {
     return (first & 0x7777) | signs(first) << 7 | (second & 0x7777) << 16 | signs(second) << 3;
 }
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int slab = row / rows_of_slab, half = parts == 1 ? row / 8 % 2 : part;
     const int place = row % rows_of_slab / rows_of_warp * 8 + row % 8;  // of a warp's thread of four
     u8* const chunk = chunks + (block * parts + slab / 2) * kChunkBytes;
-    u8* const to = chunk + slab % 2 * kSlabCodes + pair * (kSlabCodes / 2) + place * (4 * kThreadCodes) + half * 4;
+    u8* const to = chunk + slab % 2 * kSlabCodes + pair * (kSlabCodes / 2) + half * 4;
     u32 d = 0;
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int thread = 0; thread < 4; ++thread) {
             const int shift = thread % 2 * 16;
             const u32 word = word_of(first[thread / 2] >> shift, second[thread / 2] >> shift);
-            *reinterpret_cast<u32*>(to + thread * kThreadCodes + i * 8) = word;
+            *reinterpret_cast<u32*>(to + slot_of(place, thread) * kThreadCodes + i * 8) = word;
         }
         const int q = is_further ? 0 : max(kLargestQ - (largest - exponent[i]), 0);
         d |= u32(8 * q) << i * 8;

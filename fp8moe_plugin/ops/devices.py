@@ -176,8 +176,8 @@ def set_num_sms(num_sms: int) -> None:
     """Limit the multiprocessors that later calls of all ops in this process use, to leave some to other kernels.
 
     The limit applies to the GEMMs and to an indexer's logits. Kernels that only move memory (routing, quantization, the
-    weighted sum) use all multiprocessors for their few microseconds, and so do all Triton kernels. CUDA graphs keep the
-    limit that they were captured with.
+    weighted sum) use all multiprocessors for their few microseconds, and so do all Triton kernels. Prefill of packed
+    MXFP4 uses an even number, at least 2. CUDA graphs keep the limit that they were captured with.
 
     Args:
         num_sms: 0: no limit. Values above the GPU's number of multiprocessors have no effect.

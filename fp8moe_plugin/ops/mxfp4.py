@@ -16,7 +16,7 @@ The layouts of an expert's tensors, for K of `k_blocks` blocks with room for `ex
                  of the up projection. The first half of the further steps belongs to the gate, the other half to up.
     w13 scales   float32 [2, I / 128, steps + extra], of the gate and of the up projection
 
-The tensors' own shapes are those of `PACKED_MXFP4`. csrc/formats/weights_mxfp4.cuh has the order of bytes in a chunk.
+The tensors' own shapes are those of `PACKED_MXFP4`. csrc/formats/mxfp4_chunks.cuh has the order of bytes in a chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,12 +31,12 @@ from fp8moe_plugin.ops.fp4_blocks import (
     E2M1,
     EXPONENTS,
     LARGEST_EXPONENT,
-    MAGNITUDES,
     SPAN,
     Fp4Blocks,
     bases,
     nonzero_groups,
 )
+from fp8moe_plugin.ops.mxfp4_words import codes_of, swizzled, words
 from fp8moe_plugin.ops.tables import table
 
 LARGEST_Q = SPAN
@@ -110,48 +110,14 @@ def _step(codes: torch.Tensor, exponent: torch.Tensor, nonzero: torch.Tensor, le
     return _Step(codes, below.clamp(0, SPAN), bases(largest[..., 0, 0]), taken)
 
 
-def words(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the codes of rows in the order of wgmma's operand: uint8 `[.., 64]` to two int32 `[.., 4, 4]`.
-
-    The dimensions are the 32 channels of a wgmma and the thread of four. A word is the bitwise or of both parts: the
-    codes of channels 4t to 4t + 3, and those of 16 + 4t to 16 + 4t + 3. It has the magnitudes of the former in its
-    lower 16 bits. The signs of the former are bit 7 of each byte, those of the latter bit 3.
-    """
-    index = codes.view(torch.int16).unflatten(-1, (4, 2, 4)) + _first_parts(codes.device)
-    found = _parts(codes.device).index_select(0, index.flatten()).view(index.shape)
-    return found.select(-2, 0), found.select(-2, 1)
-
-
-@table
-def _first_parts(device: torch.device) -> torch.Tensor:
-    """Returns where `_parts` has the code 0 of channels 4t on, and of channels 16 + 4t on."""
-    return torch.tensor([[1 << 15], [3 << 15]], dtype=torch.int32, device=device)
-
-
-@table
-def _parts(device: torch.device) -> torch.Tensor:
-    """Returns the parts of words of four codes, for both parts by the codes as an int16, from the smallest on."""
-    codes = torch.arange(-1 << 15, 1 << 15, device=device) & 0xFFFF
-    magnitudes = codes & (MAGNITUDES << 8 | MAGNITUDES)
-    signs = sum((codes >> (4 * i + 3) & 1) << 8 * i for i in range(4))
-    both = torch.cat([magnitudes | signs << 7, magnitudes << 16 | signs << 3])
-    return both.view(torch.int32)[::2].contiguous()  # the lower halves
-
-
-def codes_of(words: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of words, given as bytes `[.., 4, 4, 4]`."""
-    i, j, k, m = words.unbind(-1)
-    pairs = ((i >> 4, j), (k >> 4, m), (i, j << 4), (k, m << 4))
-    parts = [(w & MAGNITUDES) | (s & 0x08) | (t & 0x80) for w, (s, t) in zip((i, j, k, m), pairs, strict=True)]
-    codes: torch.Tensor = torch.stack(parts, -1).unflatten(-1, (2, 2))
-    return codes.transpose(-3, -2).flatten(-4)
-
-
 # ---- chunks --------------------------------------------------------------------------------------------------------
 
 
 class Chunks(NamedTuple):
-    """Views of chunks. The rows of a slab, 64 rows of weights, are 16 * warp + 8 * half + lane."""
+    """Views of chunks. The rows of a slab, 64 rows of weights, are 16 * warp + 8 * half + lane.
+
+    Words are in the order of `swizzled` codes.
+    """
 
     words: torch.Tensor  # uint8 [.., slab 2, warp 4, half 2, lane 8, wgmma 2, 2, thread 4, byte 4]
     d: torch.Tensor  # uint8 [.., slab 2, warp 4, half 2, lane 8, group 4]: 8 q
@@ -173,14 +139,14 @@ class Chunks(NamedTuple):
 
     def write(self, steps: Steps, rows: tuple[int, ...]) -> None:
         """Write 128 rows of each step; `rows`: the sizes of the views' dimensions of rows."""
-        in_order = steps.codes.transpose(1, 2)  # of the checkpoint
+        in_order = swizzled(steps.codes).transpose(1, 2)  # of the checkpoint
         to = self.words.view(torch.int32)[..., 0].movedim(1, -4)  # steps after rows, likewise
         torch.bitwise_or(*(part.view(to.shape) for part in words(in_order)), out=to)
         torch.sub(_largest_d(to.device), steps.below.unflatten(2, rows), alpha=8, out=self.d)
 
     def values(self, rows: int) -> torch.Tensor:
         """Returns float32 `[.., 128, 128]`, without the base; `rows`: dimensions of rows of the views."""
-        codes = codes_of(self.words.flatten(-4, -3)).flatten(-1 - rows, -2)
+        codes = swizzled(codes_of(self.words.flatten(-4, -3)).flatten(-1 - rows, -2))
         q = (self.d // 8).flatten(-1 - rows, -2).repeat_interleave(GROUP // EXPONENTS, -1)
         pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
         return _values(codes.device)[pairs.int()] * torch.exp2(q - (LARGEST_Q - LARGEST_EXPONENT + 0.0))

@@ -27,7 +27,8 @@ def decoded(chunks, chunk, slab, warp, lane, half):
     word, code = tl.arange(0, 16)[None, :], tl.arange(0, 8)[None, None, None, :]
     row = chunk * CHUNK_WORDS + slab * 1024 + warp * 128 + lane * 16 + half
     exponents_of_row = chunk * CHUNK_WORDS * 4 + slab * 256 + warp * 64 + lane * 8 + half * 4 + CODE_BYTES
-    words = tl.load(chunks + (row[:, None] + word // 8 * 512 + word % 4 * 4 + word // 4 % 2 * 2))
+    slot = word % 4 ^ lane[:, None] // 2  # of the thread of a word, see `swizzled` in ops/mxfp4_words.py
+    words = tl.load(chunks + (row[:, None] + word // 8 * 512 + slot * 4 + word // 4 % 2 * 2))
     exponents = tl.load(chunks.to(tl.pointer_type(tl.uint8)) + (exponents_of_row[:, None] + tl.arange(0, 4)[None, :]))
     words = tl.reshape(words, [128, 4, 4])[:, :, :, None]
     magnitudes = words >> 4 * code & 7

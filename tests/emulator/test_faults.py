@@ -53,7 +53,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.dense import few_rows, splits_k
-from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS, UNTAILED
+from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS, SHARED
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
@@ -72,6 +72,7 @@ from tests.emulator.first_kernels import (
 from tests.emulator.inputs import assert_product, empty_rows, slabs
 from tests.emulator.layers import (
     MOST_ERROR,
+    packed_moe,
     run_dense_layer,
     run_layers,
     run_packed_layer,
@@ -81,7 +82,7 @@ from tests.emulator.layers import (
 from tests.emulator.ranks import run_calls
 from tests.indexer import assert_decode, assert_prefill, decode, poisoned_results, prefill
 from tests.k_grouped import gradients
-from tests.mxfp4 import garbage, random_projections
+from tests.mxfp4 import garbage, random_experts, random_projections
 from tests.steps import gate_up, grouped_gemm, tiles_of_counts
 
 SCHEDULES = 32
@@ -350,15 +351,36 @@ def packed_few_rows_of_copies(emulator: Device, seed: int) -> None:
 def packed_many_rows(emulator: Device, seed: int) -> None:
     """More K blocks than there are stages, further steps, and a tile that passes N."""
     with pytest.MonkeyPatch.context() as patch:
-        h.force_step(patch, tile=UNTAILED)
+        h.force_step(patch, tile=SHARED)
         assert run_packed_layer(emulator, seed, 66, hidden=640) <= MOST_ERROR
 
 
 def packed_tiles_of_one_step(emulator: Device, seed: int) -> None:
     """The second GEMM has K of one block."""
     with pytest.MonkeyPatch.context() as patch:
-        h.force_step(patch, tile=UNTAILED)
+        h.force_step(patch, tile=SHARED)
         assert run_packed_layer(emulator, seed, 5, 11, hidden=640, intermediate=128) <= MOST_ERROR
+
+
+def packed_shared_tiles(
+    emulator: Device, seed: int, counts: tuple[int, ...] = (130, 3, 129), hidden: int = 512, intermediate: int = 256
+) -> None:
+    """Tiles that blocks share and others in turns, of more K blocks than there are stages, then of fewer."""
+    gen = h.seeded(0, torch.device("cpu"))
+    x, layer = h.random_tokens(gen, sum(counts), hidden), random_experts(gen, len(counts), hidden, intermediate, 11)
+    experts, routing = layer.packed(), h.routing_of_counts(gen, list(counts))
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_step(patch, tile=SHARED)
+        out = emulator.execute(seed, lambda: packed_moe(x, experts, *routing))
+    assert h.relative_l2(out, packed_moe(x, experts, *routing)) <= MOST_ERROR, WRONG_RESULT
+
+
+# Blocks share the third column of GEMM 1, and not the others.
+packed_odd_columns = functools.partial(packed_shared_tiles, counts=(3, 2, 5, 1), hidden=256, intermediate=384)
+packed_one_token = functools.partial(packed_shared_tiles, counts=(1, 1, 2), hidden=128, intermediate=128)
+# Of one expert: a cluster begins with GEMM 2 while the other is busy with GEMM 1, of one column or of many rows.
+packed_early_rows = functools.partial(packed_shared_tiles, counts=(128,), hidden=128, intermediate=128)
+packed_early_halves = functools.partial(packed_shared_tiles, counts=(200,), hidden=128)
 
 
 def packed_small_batch(emulator: Device, seed: int, width: int = 8) -> None:
@@ -439,6 +461,11 @@ KERNELS = {  # to be compiled ahead
     packed_few_rows_of_copies: (*PACKED[:2], quantize_key(False, Layout.PERMUTED), *FEW[3:]),
     packed_many_rows: PACKED_MANY,
     packed_tiles_of_one_step: PACKED_MANY,
+    packed_shared_tiles: PACKED_MANY,
+    packed_odd_columns: PACKED_MANY,
+    packed_one_token: PACKED_MANY,
+    packed_early_rows: PACKED_MANY,
+    packed_early_halves: PACKED_MANY,
     packed_small_batch: PACKED_SMALL_BATCH,
     wide_packed_batch: WIDE_PACKED_BATCH,
     behind_dense_layer: (*DENSE, *FEW),
@@ -1101,11 +1128,15 @@ FAULTS = {
         BEHIND_OR_WRONG,
     ),
     "chunks are loaded over those that are decoded": Fault(
-        "formats/weights_mxfp4_decoded.cuh",
-        "if (load % 4 == 3) decoded",
-        "if (load % 4 == 0) decoded",
+        "pipeline/decode_row_tile.cuh",
+        "                decoder[i].write(rows, first + i, shared.template at<WeightTables>(0));\n"
+        "                __syncwarp();\n"
+        "                if (lane == 0) barrier_arrive(empty[i]);\n",
+        "                if (lane == 0) barrier_arrive(empty[i]);\n"
+        "                decoder[i].write(rows, first + i, shared.template at<WeightTables>(0));\n"
+        "                __syncwarp();\n",
         packed_many_rows,
-        "AssertionError",
+        BEHIND_OR_WRONG,
     ),
     "chunks are decoded before they are there": Fault(
         "pipeline/decode_row_tile.cuh",
@@ -1115,25 +1146,181 @@ FAULTS = {
         "shared memory at",
     ),
     "the first warp passes tiles on over those before": Fault(
-        "pipeline/decode_row_tile.cuh",
-        "        wait_by_warp(shared.template at<TileRead>(ring.stage), ring.phase ^ 1);\n",
+        "pipeline/shared_tiles.cuh",
+        "        wait_by_warp(shared.template at<TileRead>(slot()), phase() ^ 1);\n",
         "",
         packed_tiles_of_one_step,
         BEHIND_OR_WRONG,
-        multiprocessors=1,
+        multiprocessors=2,
     ),
-    "decoded rows are not swizzled": Fault(
-        "formats/weights_mxfp4_decoded.cuh", ") | row * 16;", ");", packed_many_rows, "AssertionError"
+    "a tile is passed on before the last warp has read the one before": Fault(
+        "pipeline/shared_tiles.cuh",
+        "kBlocksOfTile * (1 + kDecoderWarps) + 1;",
+        "kBlocksOfTile * (1 + kDecoderWarps);",
+        packed_tiles_of_one_step,
+        BEHIND_OR_WRONG,
+        multiprocessors=2,
     ),
-    "decoded rows have the exponents of the rows before": Fault(
+    "lanes read a tile that others have": Fault(
+        "pipeline/shared_tiles.cuh",
+        "        __syncwarp();\n        if (lane_of_warp() == 0) {",
+        "        if (lane_of_warp() == 0) {",
+        packed_tiles_of_one_step,
+        BEHIND_OR_WRONG,
+        multiprocessors=2,
+    ),
+    "a block expects one tile": Fault(
+        "pipeline/shared_tiles.cuh",
+        "if (kExpects) barrier_arrive",
+        "if (false) barrier_arrive",
+        packed_many_rows,
+        BEHIND,
+    ),
+    "the second block has a column that does not exist": Fault(
+        "pipeline/shared_tiles.cuh",
+        "both.rows > kBlockM || width < kColumnsOfTile",
+        "both.rows > kBlockM",
+        packed_odd_columns,
+        "outside of the operands|AssertionError",
+    ),
+    "a column with more tokens than a block multiplies is not shared": Fault(
+        "pipeline/shared_tiles.cuh",
+        "both.rows > kBlockM || width < kColumnsOfTile",
+        "width < kColumnsOfTile",
+        packed_shared_tiles,
+        f"{BEHIND_OR_WRONG}|outside of the operands",
+    ),
+    "both blocks have the first half of the tokens": Fault(
+        "pipeline/shared_tiles.cuh",
+        "        if (rank == 1) tile.row += min(half, both.rows - 1);\n",
+        "",
+        packed_shared_tiles,
+        "AssertionError",
+    ),
+    "the second block has the next expert's first token": Fault(
+        "pipeline/shared_tiles.cuh", "min(half, both.rows - 1)", "half", packed_one_token, "AssertionError"
+    ),
+    "the second block of one token has none": Fault(
+        "pipeline/shared_tiles.cuh", "max(both.rows - half, 1)", "both.rows - half", packed_one_token, BEHIND
+    ),
+    "rows of shared tiles are counted once": Fault(
+        "pipeline/shared_tiles.cuh", "? kBlocksOfTile * columns", "? columns", packed_early_halves, "AssertionError"
+    ),
+    "rows of a column without a second one are counted once": Fault(
+        "pipeline/shared_tiles.cuh",
+        "columns + columns % kColumnsOfTile",
+        "columns",
+        packed_early_rows,
+        "AssertionError",
+    ),
+    "the next tile is claimed in each column of a shared one": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "if (own.count == 1) prepare(step)",
+        "prepare(step)",
+        packed_shared_tiles,
+        "AssertionError",
+    ),
+    "the other block's weights are not awaited": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "rows * kBlockK + scale_bytes + (shares ? kDecodedBytes : 0)",
+        "rows * kBlockK + scale_bytes",
+        packed_shared_tiles,
+        f"{BEHIND_OR_WRONG}|bytes are pending",
+    ),
+    "weights are copied over those that the other block multiplies": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "            barrier_wait(shared.template at<OtherReady>(s, 0), ready.of(s));\n",
+        "",
+        packed_shared_tiles,
+        BEHIND_OR_WRONG,
+    ),
+    "a block does not say that it awaits a copy": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "                tell_other(shared.template at<OtherReady>(s, 0));\n",
+        "                ;\n",
+        packed_shared_tiles,
+        BEHIND,
+    ),
+    "weights are decoded over those that are copied": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "            barrier_wait(shared.template at<CopyTaken>(s, 0), taken.of(s));\n",
+        "",
+        packed_odd_columns,
+        "AssertionError",
+        multiprocessors=2,
+    ),
+    "a block does not say that it has taken a copy": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "                tell_other(shared.template at<CopyTaken>(s, 0));\n",
+        "                ;\n",
+        packed_odd_columns,
+        BEHIND,
+        multiprocessors=2,
+    ),
+    "decoded weights are not fenced before they are copied": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "            fence_proxy_async();\n",
+        "            if (!kShares) fence_proxy_async();\n",
+        packed_shared_tiles,
+        "a bulk copy reads shared memory at .* without fence.proxy.async",
+    ),
+    "the other block gets the weights in place of its own": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "bulk_copy_to_block(in_block(from, first ^ 1), from",
+        "bulk_copy_to_block(in_block(rows + Decoder::first_row(first ^ 1, lane) * kRowOfTile, first ^ 1), from",
+        packed_shared_tiles,
+        "AssertionError|without fence.proxy.async",
+    ),
+    "rows of the up projection are not copied": Fault(
+        "formats/weights_mxfp4_decoded.cuh", " + i * kSecondRow;", ";", packed_shared_tiles, "AssertionError"
+    ),
+    "a block ends before the other one": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "DEVICE void end_decoding() {\n    cluster_arrive();\n    cluster_wait();\n",
+        "DEVICE void end_decoding() {\n",
+        packed_shared_tiles,
+        "has ended, whose shared memory|ended before .* of its copies",
+    ),
+    "barriers are used before the other block has made them": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "full_arrivals, math_warps);\n    cluster_arrive();\n    cluster_wait();\n",
+        "full_arrivals, math_warps);\n",
+        packed_shared_tiles,
+        "no mbarrier is at",
+    ),
+    "codes of many rows are those of other threads": Fault(
         "formats/weights_mxfp4_decoded.cuh",
-        "second ? entries[slab].y : entries[slab].x",
-        "entries[slab].x",
+        "slot_of(row(), thread)",
+        "(row() * 4 + thread)",
         packed_many_rows,
         "AssertionError",
     ),
-    "the second chunk is the first one": Fault(
-        "formats/weights_mxfp4_decoded.cuh", "chunk[load / 4] +", "chunk[0] +", packed_many_rows, "AssertionError"
+    "codes of few rows are those of other threads": Fault(
+        "formats/weights_mxfp4.cuh", "slot_of(thread / 4, thread % 4)", "thread", packed_layer, "AssertionError"
+    ),
+    "packed codes are not in their slots": Fault(
+        "pack_mxfp4.cu", "slot_of(place, thread)", "(place * 4 + thread)", packing, WRONG_RESULT
+    ),
+    "decoded rows are not swizzled": Fault(
+        "formats/weights_mxfp4_decoded.cuh",
+        "(group() * 2 ^ row()) * 16",
+        "group() * 2 * 16",
+        packed_many_rows,
+        "AssertionError",
+    ),
+    "decoded rows have the exponents of the rows before": Fault(
+        "formats/weights_mxfp4_decoded.cuh",
+        "unit / 2 ? entries.y : entries.x",
+        "entries.x",
+        packed_many_rows,
+        "AssertionError",
+    ),
+    "both chunks are decoded to the first half": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "write(rows, first + i,",
+        "write(rows, first,",
+        packed_many_rows,
+        "AssertionError",
     ),
     "small magnitudes are those of normal numbers": Fault(
         "device/fp4.cuh", "kLeastNormalFp4 = 24", "kLeastNormalFp4 = 0", packed_many_rows, "AssertionError"
@@ -1142,10 +1329,10 @@ FAULTS = {
         "device/fp4.cuh", "0x04081000", "0x04081800", packed_tiles_of_one_step, "AssertionError"
     ),
     "a further step of one half is one of the other": Fault(
-        "grouped_gemm.cu", "half == half_of(step))", "true)", packed_many_rows, "AssertionError"
+        "grouped_gemm.cu", "half == is_second(step))", "true)", packed_many_rows, "AssertionError"
     ),
     "further steps have the tokens of the first half": Fault(
-        "grouped_gemm.cu", "scales + half_of(step) * to_next", "scales", packed_many_rows, "AssertionError"
+        "grouped_gemm.cu", "is_second(step) ? scales + to_next : scales", "scales", packed_many_rows, "AssertionError"
     ),
     "a tile that passes N reads what follows": Fault(
         "grouped_gemm.cu",

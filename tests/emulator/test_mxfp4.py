@@ -1,5 +1,6 @@
 """Packed MXFP4 on the emulator: layers have the bits of the same weights in block FP8."""
 
+import ctypes
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,9 @@ from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.moe import batched_experts, fused_moe
 from fp8moe_plugin.ops.routed_moe import routed_moe
 from fp8moe_plugin.plan.sm90.layer import SortedStep, StepPlan
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED, RowTile
 from tests import helpers as h
+from tests.emulator.build import Kernels
 from tests.emulator.device import Device
 from tests.emulator.inputs import Slabs, empty_rows, slabs
 from tests.emulator.layers import MOST_ERROR, packed_moe, run_packed_layer
@@ -46,7 +48,45 @@ def test_a_layer_has_the_bits_of_block_fp8(
 def test_many_rows_have_the_bits_of_block_fp8(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], span: int, seed: int
 ) -> None:
-    check_bits(emulator, monkeypatch, shape, span, seed, MANY_ROWS, UNTAILED)
+    check_bits(emulator, monkeypatch, shape, span, seed, MANY_ROWS, SHARED)
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "counts", "shape", "span", "early"),
+    [
+        # One column, which blocks share whatever the rows. GEMM 2 has a second one, which passes N, and one K block.
+        (3, [129, 128, 1, 0, 257], (384, 128), 11, True),
+        # The first two of three columns are shared or not; an odd number of SMs.
+        (7, [192, 3, 130, 65, 1], (256, 384), SPAN, True),
+        # Tiles that are shared and not in turns, of more K blocks than there are stages; of GEMM 2, of fewer.
+        (2, [2, 130, 64, 129, 1], (1152, 256), 11, True),
+        (2, [256, 9, 320], (256, 384), 11, False),
+        (4, [1, 130, 33, 200], (128, 256), 0, True),  # one K block
+    ],
+)
+def test_shared_tiles_have_the_bits_of_block_fp8(
+    emulator_runtime: ctypes.CDLL,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    multiprocessors: int,
+    counts: list[int],
+    shape: tuple[int, int],
+    span: int,
+    early: bool,
+) -> None:
+    """Of so many rows per expert. `early`: GEMM 2 counts what GEMM 1 has stored."""
+    emulator = Device(emulator_runtime, kernels, multiprocessors)
+    gen, experts = h.seeded(1, CPU), random_experts(h.seeded(1, CPU), len(counts), *shape, span)
+    x, routing = h.random_tokens(gen, sum(counts), shape[0]), h.routing_of_counts(gen, counts)
+    packed, fp8 = experts.packed(), experts.in_fp8()
+    h.force_step(monkeypatch, tile=MANY_ROWS)
+    wanted = emulator.execute(1, lambda: fused_moe(x, *fp8, *routing))
+    taken = h.force_step(monkeypatch, tile=SHARED)
+    assert h.same_bits(emulator.execute(1, lambda: packed_moe(x, packed, *routing)), wanted)
+    (step,) = taken
+    assert isinstance(step, SortedStep)
+    assert step.pdl_down == early
+    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
 
 
 def check_bits(
@@ -113,7 +153,7 @@ def with_chosen_experts(x: torch.Tensor, layer: h.Layer, routing: h.Quantized, *
     return routed_moe(x, *layer, logits, 2, **form)
 
 
-SORTED = [{"tile": FEW_ROWS, "copies": False}, {"tile": FEW_ROWS, "copies": True}, {"tile": UNTAILED}]
+SORTED = [{"tile": FEW_ROWS, "copies": False}, {"tile": FEW_ROWS, "copies": True}, {"tile": SHARED}]
 CALLS = with_shared_expert, of_one_of_two_ranks, with_chosen_experts
 
 
@@ -128,7 +168,7 @@ def test_every_kind_of_call_has_the_bits_of_block_fp8(
     gen, experts = h.seeded(0, CPU), random_experts(h.seeded(0, CPU), 3, 256, 128, SPAN)
     x, routing = h.random_tokens(gen, tokens, 256), h.random_routing(gen, "distinct", tokens, 2, 3)
     packed, fp8 = experts.packed(), experts.in_fp8()
-    h.force_step(monkeypatch, **step | ({"tile": MANY_ROWS} if step.get("tile") is UNTAILED else {}))
+    h.force_step(monkeypatch, **step | ({"tile": MANY_ROWS} if step.get("tile") is SHARED else {}))
     wanted = emulator.execute(1, lambda: call(x, fp8, routing))
     taken = h.force_step(monkeypatch, **step)
     assert h.same_bits(emulator.execute(1, lambda: call(x, packed, routing, weights=PACKED_MXFP4)), wanted)
@@ -138,7 +178,13 @@ def test_every_kind_of_call_has_the_bits_of_block_fp8(
 
 @pytest.mark.parametrize(
     ("tokens", "span", "seed", "tile"),
-    [(5, 15, 1, FEW_ROWS), (20, 40, 2, UNTAILED), (20, 30, 1, FEW_ROWS), (40, 70, 1, FEW_ROWS)],
+    [
+        (5, 15, 1, FEW_ROWS),
+        (20, 40, 2, SHARED),
+        (140, 30, 1, SHARED),
+        (20, 30, 1, FEW_ROWS),
+        (40, 70, 1, FEW_ROWS),
+    ],
 )
 def test_wider_blocks_take_further_steps(
     emulator: Device, monkeypatch: pytest.MonkeyPatch, tokens: int, span: int, seed: int, tile: RowTile

@@ -16,7 +16,7 @@ from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.ops.pack_mxfp4 import pack_mxfp4
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import dense
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, UNTAILED
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED
 from tests import faults
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -50,13 +50,14 @@ def layer(**step: Any) -> Run:
     return run
 
 
-def packed_layer(**step: Any) -> Run:
-    """Experts of a few tokens, in the step that `force_step` makes."""
+def packed_layer(counts: list[int] | None = None, n: int = N, **step: Any) -> Run:
+    """Experts of a few tokens, or of such counts, in the step that `force_step` makes."""
 
     def run(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
         h.force_step(patch, **step)
-        x, experts = h.random_tokens(gen, ROWS, K), random_experts(gen, GROUPS, K, N, 0).packed()
-        routing = h.random_routing(gen, "distinct", ROWS, 1, GROUPS)
+        tokens = sum(counts) if counts else ROWS
+        x, experts = h.random_tokens(gen, tokens, K), random_experts(gen, GROUPS, K, n, 0).packed()
+        routing = h.routing_of_counts(gen, counts) if counts else h.random_routing(gen, "distinct", ROWS, 1, GROUPS)
         return lambda: packed_moe(x, experts, *routing)
 
     return run
@@ -173,7 +174,8 @@ CALLS: dict[str, Run] = {
     "sorted layer of many rows": layer(tile=MANY_ROWS),
     "sorted layer of few rows of packed weights": packed_layer(tile=FEW_ROWS, copies=False),
     "the same with copies of tokens": packed_layer(tile=FEW_ROWS, copies=True),
-    "sorted layer of many rows of packed weights": packed_layer(tile=UNTAILED),
+    "sorted layer of many rows of packed weights": packed_layer(tile=SHARED),
+    "sorted layer of shared tiles of packed weights": packed_layer([130, 3], n=256, tile=SHARED),
     "small batch": layer(width=8),
     "batched experts": batched_experts,
     "dense layer of few rows": dense_layer(lambda m, n, sms: dense.few_rows(m, n, 2)),

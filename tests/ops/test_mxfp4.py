@@ -12,6 +12,7 @@ from fp8moe_plugin.ops.mxfp4 import (
     dequantize,
     further_steps,
     steps_of,
+    swizzled,
     widened,
     words,
     write_down,
@@ -158,6 +159,21 @@ def test_words_keep_every_code():
     one = torch.zeros(1, 64, dtype=torch.uint8)
     one[0, 0], one[0, 9] = 0xA3, 0x0C  # channels 0, 1 and 18
     assert bytes_of_words(one)[0, 0, 0].tolist() == [0x23, 0x80, 0x08, 0x04]  # signs are apart
+
+
+def test_codes_swizzled_twice_are_as_before():
+    codes = torch.randint(256, (3, 16, 64), generator=seeded(0, CPU), dtype=torch.uint8)
+    assert not torch.equal(swizzled(codes), codes)
+    assert torch.equal(swizzled(swizzled(codes)), codes)
+
+
+def test_swizzled_codes_of_a_thread_are_in_different_banks():
+    """Thread t of lane g of eight is number t xor g / 2. Of each, 16 bytes follow one another; a row is two banks."""
+    threads = (torch.arange(64) // 2 % 4).expand(8, 64).to(torch.uint8)
+    lanes = swizzled(threads).view(8, 8, 4, 2)[:, 0, :, 0].long()
+    assert lanes.tolist() == [[t ^ g // 2 for t in range(4)] for g in range(8)]
+    at = lanes.argsort(-1) * 16 + 64 * torch.arange(8)[:, None]  # of each lane and thread
+    assert all(len(set((of_thread // 4 % 32).tolist())) == 8 for of_thread in at.T)
 
 
 def test_a_layer_compiles_without_a_graph_break():

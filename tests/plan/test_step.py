@@ -19,7 +19,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, plan_batched, plan_grouped
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, plan_layer
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, SHARED, computed_rows, row_tiles
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
 from tests.emulator.build import CSRC
@@ -105,9 +105,24 @@ def test_packed_layers_with_further_steps_are_sorted(change):
     assert step.tile is PACKED_FEW_ROWS
 
 
+def test_kernels_that_decode_for_many_rows_have_whole_clusters():
+    grids = {sms: (SHARED.grid(sms), MANY_ROWS.grid(sms)) for sms in (1, 2, 7, 114, 131, 132)}
+    assert grids == {1: (2, 1), 2: (2, 2), 7: (6, 7), 114: (114, 114), 131: (130, 131), 132: (132, 132)}
+    spec = LayerSpec(QWEN3_30B, weights=PACKED_MXFP4)
+    steps = plan_layer(spec, 4096, 131), plan_batched(spec, 512, 512, 131)
+    assert [(step.tile, step.blocks, step.down_blocks) for step in steps] == [(SHARED, 130, 130)] * 2
+
+
+def test_blocks_of_shared_tiles_multiply_64_rows_at_once():
+    """A tile of more than 128 rows has as many in one block as it can, up to 64 more than in the other."""
+    rows = [0, 1, 64, 65, 128, 129, 192, 193, 256, 257, 600]
+    assert [computed_rows(count, SHARED) for count in rows] == [0, 64, 64, 128, 128, 192, 192, 256, 256, 320, 640]
+    assert [row_tiles(count, SHARED) for count in (256, 257, 600)] == [[256], [256, 1], [256, 256, 88]]
+
+
 @pytest.mark.parametrize(
     ("weights", "most", "few", "many"),
-    [(FP8_BLOCK, 28, FEW_ROWS, MANY_ROWS), (PACKED_MXFP4, 60, PACKED_FEW_ROWS, UNTAILED)],
+    [(FP8_BLOCK, 28, FEW_ROWS, MANY_ROWS), (PACKED_MXFP4, 60, PACKED_FEW_ROWS, SHARED)],
 )
 def test_tiles_of_batched_experts_follow_the_expected_rows(weights, most, few, many):
     plans = [plan_batched(h.layer_spec(weights=weights), 512, expected_m) for expected_m in (1, most, most + 1)]

@@ -30,17 +30,13 @@ constexpr u32 kLeastNormalFp4 = 24;
 DEVICE uint2 normal_fp4_table(u32 entry) {
     return make_uint2(entry * 0x01010100 - 0x04081000, entry * 0x01010101 + 0x0C080400);
 }
-// Whether all entries of these words, four each, are normal.
-template <int kCount>
-DEVICE bool are_normal_fp4(const uint2 (&entries)[kCount]) {
+// Whether all entries of two words, four each, are normal.
+DEVICE bool are_normal_fp4(uint2 entries) {
     constexpr u32 kUpTo128 = (128 - kLeastNormalFp4) * 0x01010101, kTop = 0x80808080;
-    u32 tops = kTop;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) tops &= entries[i].x + kUpTo128, tops &= entries[i].y + kUpTo128;
-    return tops == kTop;
+    return (entries.x + kUpTo128 & entries.y + kUpTo128 & kTop) == kTop;
 }
 
-// A word has two times four codes, see `words` of fp8moe_plugin/ops/mxfp4.py. Returns each four as e4m3.
+// A word has two times four codes, see `words` of fp8moe_plugin/ops/mxfp4_words.py. Returns each four as e4m3.
 DEVICE uint2 decode_fp4(u32 word, uint2 table) {
     constexpr u32 kMagnitudes = 0x77777777, kSigns = 0x80808080;
     const u32 magnitudes = word & kMagnitudes;

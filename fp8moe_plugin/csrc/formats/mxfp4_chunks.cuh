@@ -15,6 +15,10 @@ constexpr int kThreadCodes = 16;  // bytes of a thread, for two of the four wgmm
 constexpr int kSlabCodes = kSlabRows * 128 / 2, kSlabExponents = kSlabRows * 128 / 32;
 constexpr int kChunkBytes = 2 * (kSlabCodes + kSlabExponents);
 
+// Where the codes of thread `t` of the four that have row `g` of eight are among those of their warp. So also the words
+// of the same thread of all rows, which decoders of many rows read at once, are in different banks.
+DEVICE int slot_of(int g, int t) { return g * 4 + (t ^ g / 2 % 4); }
+
 template <int kCount>
 struct WeightScales : PerStage<kCount, 4> {};
 template <int kCount>

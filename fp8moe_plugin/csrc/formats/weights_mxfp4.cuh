@@ -32,7 +32,8 @@ struct WeightTile {
     // The 64 rows from `row` on.
     DEVICE RegistersA operand(int row) const {
         const u32 chunk = shared.weights(stage, row / kChunkRows * kChunkRows), slab = row / kSlabRows % 2;
-        const u32 thread = threadIdx.x % kWarpgroup, codes = chunk + slab * kSlabCodes + thread * kThreadCodes;
+        const u32 thread = threadIdx.x % kWarpgroup, slot = slot_of(thread / 4, thread % 4);
+        const u32 codes = chunk + slab * kSlabCodes + slot * kThreadCodes;
         const u32 exponents = chunk + 2 * kSlabCodes + slab * kSlabExponents + thread / 4 * 8;
         const uint2 of_rows = load_shared_8(exponents);
         const u32 tables = shared.template at<WeightTables>(0);

@@ -1,10 +1,7 @@
 // Packed MXFP4 weights that are decoded to e4m3 in shared memory: a stage holds them as those of block FP8, and the
 // main loops for many rows read the same. Chunks come to an area of their own, from which a warpgroup decodes them.
-//
-// The codes of a thread are those that it would multiply in the kernels for few rows: of two rows 8 apart four channels
-// and four 16 channels further on, for each 32 channels. So a warp writes 4 bytes of 8 rows each, and the swizzle
-// spreads them over all banks.
 #pragma once
+#include "device/decoding.cuh"
 #include "formats/mxfp4_chunks.cuh"
 
 constexpr bool kDecodedToRegisters = false;
@@ -28,62 +25,67 @@ struct WeightTile {
     DEVICE float scale_of_half(int half) const { return load_shared_float(shared.weight_scale(stage, half)); }
 };
 
-// How a warpgroup decodes two chunks, of 256 rows. kPaired: of the gate and the up projection, which become 128 rows
-// each.
+// How a warpgroup decodes a chunk to half of a tile's 256 rows, `half`. kPaired: the chunk's rows are 64 of the gate
+// and 64 of the up projection, each of which has 128 rows. A thread decodes the 32 codes of a row with the same
+// exponent at once, so that one table serves for all of them.
 template <bool kPaired>
 struct ChunkDecoder {
-    static constexpr int kSlabs = 4, kLoads = 2 * kSlabs;  // a load: 16 bytes of a thread, of 64 channels
-    static constexpr int kWarpRows = kPaired ? 8 : 16, kSecondRow = kPaired ? 128 : 8;
-    static constexpr int kSlabRowsInTile = kPaired ? 32 : 64;  // slabs follow each other
+    static constexpr int kUnits = 4;                 // of 32 codes
+    static constexpr int kCopies = kPaired ? 2 : 1;  // of consecutive rows that a warp writes
+    static constexpr int kRowsOfPart = kPaired ? 8 : 16, kSecondRow = kPaired ? 128 : 8;
 
-    u32 chunk[2], tables;
-    uint2 entries[kSlabs];  // of both rows, a byte for each 32 channels
+    u32 chunk;
+    uint2 entries;  // of both rows that the thread decodes, a byte for each 32 channels
     uint4 first;
 
-    DEVICE u32 codes(int load) const {
-        const u32 thread = threadIdx.x % kWarpgroup;
-        return chunk[load / 4] + load / 2 % 2 * kSlabCodes + load % 2 * (kSlabCodes / 2) + thread * kThreadCodes;
+    DEVICE static u32 row() { return threadIdx.x % 8; }  // of eight; the second ones are 8 further on in the chunk
+    DEVICE static u32 second() { return threadIdx.x / 8 % 2; }
+    DEVICE static u32 group() { return threadIdx.x / 16 % 2; }  // of 64 channels
+    DEVICE static u32 warp() { return threadIdx.x % kWarpgroup / kWarp; }
+
+    // The first row in the tile of the warp's copy `i`.
+    DEVICE static u32 first_row(int half, int i) {
+        return half * (kPaired ? 64 : 128) + warp() * 2 * kRowsOfPart + i * kSecondRow;
     }
-    // Reads what does not depend on the stage.
-    DEVICE ChunkDecoder(const u32 (&chunk)[2], u32 tables) : chunk{chunk[0], chunk[1]}, tables(tables) {
-        const u32 thread = threadIdx.x % kWarpgroup;
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab)
-            entries[slab] =
-                load_shared_8(chunk[slab / 2] + 2 * kSlabCodes + slab % 2 * kSlabExponents + thread / 4 * 8);
-        first = load_shared_16(codes(0));
+    // Unit: its 64 channels, then which 16 rows of the warp's 32.
+    DEVICE uint4 codes(int unit) const {
+        u32 from = chunk + warp() / 2 * kSlabCodes + warp() % 2 * 2 * kWarp * kThreadCodes;
+        from += (group() * 2 + second()) * 4 + unit % 2 * (kSlabCodes / 2) + unit / 2 * kWarp * kThreadCodes;
+        auto word = [&](int thread) { return load_shared(from + slot_of(row(), thread) * kThreadCodes); };
+        return {word(0), word(1), word(2), word(3)};
     }
-    // Writes the 256 rows from address `rows` on. Calls decoded(i) when the thread has decoded its part of chunk i.
-    template <class Decoded>
-    DEVICE void write(u32 rows, Decoded decoded) const {
+    // Reads what it needs first.
+    DEVICE void read(u32 from) {
+        chunk = from;
+        from += 2 * kSlabCodes + warp() / 2 * kSlabExponents + (warp() % 2 * 2 * 8 + row()) * 8 + second() * 4;
+        entries = {load_shared(from), load_shared(from + 8 * 8)};
+        first = codes(0);
+    }
+    // Writes to the tile of which `rows` is the address.
+    DEVICE void write(u32 rows, int half, u32 tables) const {
         if (__ballot_sync(kAllLanes, !are_normal_fp4(entries)))
-            write_slabs<true>(rows, decoded);  // rare
+            write_units<true>(rows, half, tables);  // rare
         else
-            write_slabs<false>(rows, decoded);
+            write_units<false>(rows, half, tables);
     }
 
    private:
-    template <bool kLoadTables, class Decoded>
-    DEVICE void write_slabs(u32 rows, Decoded decoded) const {
-        const u32 warp = threadIdx.x % kWarpgroup / kWarp, lane = lane_of_warp(), row = lane_row(lane);
-        const u32 to = (rows + (warp * kWarpRows + row) * kRowOfTile + lane % 4 * 4) | row * 16;  // swizzled
+    template <bool kLoadTables>
+    DEVICE void write_units(u32 rows, int half, u32 tables) const {
+        const u32 to = (rows + (first_row(half, 0) + row() + second() * kSecondRow) * kRowOfTile) |
+                       (group() * 2 ^ row()) * 16;  // swizzled
         uint4 next = first;
 #pragma unroll
-        for (int load = 0; load < kLoads; ++load) {
+        for (int unit = 0; unit < kUnits; ++unit) {
             const uint4 four = next;
-            if (load + 1 < kLoads) next = load_shared_16(codes(load + 1));  // in time for its turn
-            const u32 words[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int slab = load / 2, step = load % 2 * 2 + i / 2, second = i % 2;
-                const u32 entry = select_bytes(second ? entries[slab].y : entries[slab].x, 0, 0x4440 + step);
-                const uint2 both =
-                    decode_fp4(words[i], kLoadTables ? load_shared_8(tables + entry) : normal_fp4_table(entry));
-                const u32 offset = (slab * kSlabRowsInTile + second * kSecondRow) * kRowOfTile;
-                store_shared((to ^ step * 32) + offset, both.x);
-                store_shared((to ^ (step * 32 + 16)) + offset, both.y);
-            }
-            if (load % 4 == 3) decoded(load / 4);
+            if (unit + 1 < kUnits) next = codes(unit + 1);  // in time for its turn
+            const u32 entry = select_bytes(unit / 2 ? entries.y : entries.x, 0, 0x4440 + group() + unit % 2 * 2);
+            const uint2 table = kLoadTables ? load_shared_8(tables + entry) : normal_fp4_table(entry);
+            const uint2 a = decode_fp4(four.x, table), b = decode_fp4(four.y, table), c = decode_fp4(four.z, table),
+                        d = decode_fp4(four.w, table);
+            const u32 offset = unit / 2 * kRowsOfPart * kRowOfTile;
+            store_shared((to ^ unit % 2 * 64) + offset, make_uint4(a.x, b.x, c.x, d.x));
+            store_shared((to ^ (unit % 2 * 64 + 16)) + offset, make_uint4(a.y, b.y, c.y, d.y));
         }
     }
 };

@@ -18,7 +18,8 @@ static_assert(kProducerRegisters + (kDecodedInStages ? kDecoderRegisters : 0) + 
                   (kDecodedInStages ? 4 * 128 : 3 * 168),
               "the launch's registers per thread");
 // Decoders take the registers of tails.
-constexpr int kMostTailRows = kDecodedInStages ? 0 : kTailRows, kCut = kDecodedInStages ? kUntailedTile : kBlockM;
+constexpr int kMostTailRows = kDecodedInStages ? 0 : kTailRows, kCut = kDecodedInStages ? kSharedTile : kBlockM;
+constexpr int kBlocksOfTile = kDecodedInStages ? 2 : 1;  // of a cluster, see shared_tiles.cuh
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
 struct Operands {

@@ -12,10 +12,14 @@ struct Tile {
     int last;      // 1: one of the last tiles, about two per block
 };
 
+DEVICE int4 published(const Tile& tile) {
+    static_assert(RowTiles::kLongest < 1 << 9, "9 bits for rows, 1 for last, 22 for the column");
+    return make_int4(tile.expert, tile.row_tile, tile.row, tile.rows | tile.last << 9 | tile.column << 10);
+}
 DEVICE void publish_tile(u32 address, const Tile& tile) {
-    static_assert(RowTiles::kLongest < 1 << 8, "8 bits for rows, 1 for last, 23 for the column");
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(tile.expert), "r"(tile.row_tile),
-                 "r"(tile.row), "r"(tile.rows | tile.last << 8 | tile.column << 9)
+    const int4 words = published(tile);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words.x), "r"(words.y), "r"(words.z),
+                 "r"(words.w)
                  : "memory");
 }
 DEVICE Tile published_tile(u32 address) {
@@ -25,6 +29,6 @@ DEVICE Tile published_tile(u32 address) {
                  : "=r"(tile.expert), "=r"(tile.row_tile), "=r"(tile.row), "=r"(rest)
                  : "r"(address)
                  : "memory");
-    tile.rows = rest & 0xff, tile.last = rest >> 8 & 1, tile.column = rest >> 9;
+    tile.rows = rest & 0x1ff, tile.last = rest >> 9 & 1, tile.column = rest >> 10;
     return tile;
 }

@@ -16,8 +16,8 @@
 // The table's counters are used, but for short tiles only with `balance`: a fixed order is faster. Claims keep tiles
 // that start together consecutive although some are shorter, and blocks that started late take fewer. In each mode the
 // entry of the next tile is fetched 3 K blocks before the end of this one (kFetchAhead).
-// kBlockM: how groups are cut, see RowTiles.
-template <int kBlockM, int kTilesAtOnce = 1>
+// kBlockM: how groups are cut, see RowTiles; kBlocks: of a cluster, one of which has the queue of all.
+template <int kBlockM, int kTilesAtOnce = 1, int kBlocks = 1>
 struct TileQueue {
     static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // K blocks
     static constexpr int kBandBlocks = 1024;                // of 128 rows by 128 of K: 16 MB
@@ -35,9 +35,10 @@ struct TileQueue {
         total = column_tiles * (table ? *num_tiles : RowTiles(m, kBlockM).count);
         counters = table && (balance || !short_tiles()) ? num_tiles + 1 + 2 * claim_pair : nullptr;
         band = max(kBandBlocks / k_blocks, 1);
-        index = blockIdx.x * kTilesAtOnce, claimed = blockIdx.x - gridDim.x;
+        index = blockIdx.x / kBlocks * kTilesAtOnce, claimed = int(blockIdx.x / kBlocks) - owners();
         fetch();
     }
+    DEVICE static int owners() { return gridDim.x / kBlocks; }  // of queues
     DEVICE bool short_tiles() const { return k_blocks <= kClaimAhead; }
     DEVICE bool ends_claim() const { return index % kTilesAtOnce == kTilesAtOnce - 1; }
     DEVICE void fetch() {
@@ -46,7 +47,7 @@ struct TileQueue {
         part = table ? reinterpret_cast<const int*>(table + index / column_tiles)[i] : i == 2 ? m : 0;
     }
     // Tiles that blocks have without claiming them: the first, and the second of short tiles.
-    DEVICE int given() const { return short_tiles() ? 2 * gridDim.x : gridDim.x; }
+    DEVICE int given() const { return short_tiles() ? 2 * owners() : owners(); }
     DEVICE void claim() {
         if (counters) claimed = atomic_add_by_one_lane(counters, claimed);
     }
@@ -60,7 +61,7 @@ struct TileQueue {
         else if (counters)
             index = (given() + __shfl_sync(~0u, claimed, leader_lane())) * kTilesAtOnce;
         else
-            index += (gridDim.x - 1) * kTilesAtOnce + 1;
+            index += (owners() - 1) * kTilesAtOnce + 1;
         fetch();
         if (next_claim && short_tiles()) claim();
     }
@@ -75,7 +76,7 @@ struct TileQueue {
             band_count = min(band, tiles.count - band_begin);
             local -= band_begin * column_tiles;
         }
-        int row_tile = band_begin + local % band_count, last = index >= total - 2 * int(gridDim.x);
+        int row_tile = band_begin + local % band_count, last = index >= total - 2 * owners();
         int row = begin + tiles.begin(row_tile);
         return {expert, first + row_tile, row, tiles.size(row_tile), local / band_count, last};
     }
@@ -85,6 +86,6 @@ struct TileQueue {
         __threadfence();  // after this warp's last claim, the result of which is not used
         __syncwarp();
         if (threadIdx.x % 32 != 0) return;
-        if (atomicAdd(counters + 1, 1) == gridDim.x - 1) counters[0] = counters[1] = 0;
+        if (atomicAdd(counters + 1, 1) == owners() - 1) counters[0] = counters[1] = 0;
     }
 };

@@ -13,20 +13,22 @@
 #include "device/common.cuh"
 
 constexpr int kManyRowsTile = MANY_ROWS_TILE, kTailRows = TAIL_ROWS, kFewRowsTile = FEW_ROWS_TILE;
-constexpr int kUntailedTile = 2 * kManyRowsTile;  // stands for tiles without tails: `cut` in tiles.py
+constexpr int kSharedTile = 2 * kManyRowsTile;  // of two blocks, without a tail
 
 // How a group is cut: into tiles of block_m rows, the last one shorter; unless the remainder fits into tails of the
-// other tiles, up to kTailRows each, which cost far less than a tile that loads the weights once more. Given as
-// kUntailedTile, tiles of kManyRowsTile rows have no tails.
+// other tiles, up to kTailRows each, which cost far less than a tile that loads the weights once more.
 struct RowTiles {
-    static constexpr int kLongest = kManyRowsTile + kTailRows;
+    static constexpr int kLongest = kSharedTile;
 
     int rows, block_m, tail, over, count;
 
-    DEVICE RowTiles(int rows, int cut) : rows(rows), block_m(cut == kFewRowsTile ? kFewRowsTile : kManyRowsTile) {
-        tail = cut == kManyRowsTile ? kTailRows : 0;
+    DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m) {
+        tail = block_m == kManyRowsTile ? kTailRows : 0;
         // A division by constants is a shift. A further size of tiles needs its constant here.
-        int full = u32(rows) / (cut == kFewRowsTile ? kFewRowsTile : kManyRowsTile), rest = rows - full * block_m;
+        int full = u32(rows) / (block_m == kFewRowsTile  ? kFewRowsTile
+                                : block_m == kSharedTile ? kSharedTile
+                                                         : kManyRowsTile),
+            rest = rows - full * block_m;
         over = rest <= full * tail ? rest : 0;
         count = full + (rest > over);
     }

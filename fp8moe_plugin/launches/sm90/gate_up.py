@@ -6,6 +6,7 @@ from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.launches.sm90.tensor_maps import gate_up_map, halves_map, rows_map
 from fp8moe_plugin.launches.sm90.tiles import Tiles
 from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.catalog import cluster_of
 from fp8moe_plugin.plan.sm90.constants import BOX_ROWS, SWIZZLE_ROWS, TAIL_ROWS
 
 
@@ -53,6 +54,7 @@ def gate_up_launch(
             activation=activation,
             bias=w13.bias,
         ),
+        cluster=cluster_of(key),
     )
 
 

@@ -6,6 +6,7 @@ from fp8moe_plugin.launches.operands import Rows, Weights
 from fp8moe_plugin.launches.sm90.tensor_maps import matrix_map, rows_map, weights_map, whole_rows_l2_fetch
 from fp8moe_plugin.launches.sm90.tiles import Tiles
 from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.catalog import cluster_of
 from fp8moe_plugin.plan.sm90.constants import (
     BOX_ROWS,
     FEW_ROWS_TILE_N,
@@ -164,6 +165,7 @@ def grouped_gemm_launch(
             bias=b.bias,
         ),
         pdl=pdl,
+        cluster=cluster_of(key),
     )
 
 

@@ -23,10 +23,10 @@ def grouped_launches(
         case GroupedBy.INDICES:
             tiles = Tiles(at.table, at.num_tiles)
             first = tiles_of_indices_launch(
-                plan.blocks, layout, a.rows, groups, at.run_begins, tiles, plan.tile.cut, out, b.n
+                plan.blocks, layout, a.rows, groups, at.run_begins, tiles, plan.tile.rows, out, b.n
             )
         case GroupedBy.COUNTS:
-            first = tiles_of_counts_launch(layout, groups, a.rows // groups, tiles, plan.tile.cut)
+            first = tiles_of_counts_launch(layout, groups, a.rows // groups, tiles, plan.tile.rows)
         case GroupedBy.ENDS:
-            first = tiles_of_ends_launch(layout, groups, a.rows, grouping.alignment, tiles, plan.tile.cut)
+            first = tiles_of_ends_launch(layout, groups, a.rows, grouping.alignment, tiles, plan.tile.rows)
     return [first, grouped_launch(plan, a, b, out, tiles)]

@@ -35,7 +35,7 @@ def _sorted_launches(step: SortedStep, tensors: LayerAddresses, ids_64: bool, wi
     ids = Ids(tensors.topk_ids, ids_64, tensors.expert_map, step.tokens, step.spec)
     routing = Routing(at.slots, at.tokens, at.num_rows, numbers_pairs=step.pushes_rows)
     routed = Tiles(at.table, at.num_tiles, at.done_counters)
-    route = route_launches(ids, at.expert_counts, routing, routed, step.tile.cut, step.row_counters)
+    route = route_launches(ids, at.expert_counts, routing, routed, step.tile.rows, step.row_counters)
     tiles = routed if step.pdl_down else Tiles(at.table, at.num_tiles)
     x, quantize = _rows_of_tokens(step, tensors, at)
     inner = Rows.k_major(at.inner, at.inner_scales, step.rows, intermediate)
@@ -126,7 +126,7 @@ def batched_launches(
     """Returns the launches of `batched_experts` for the first `counts[e]` rows of each expert of `[experts, max_m]`."""
     at = placed(plan.scratch, scratch)
     tiles = Tiles(at.table, at.num_tiles, at.done_counters)
-    cut = tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.cut)
+    cut = tiles_of_counts_launch(counts, w2.experts, x.rows // w2.experts, tiles, plan.tile.rows)
     shared = tiles if plan.pdl_down else Tiles(at.table, at.num_tiles)
     inner = Rows.k_major(at.inner, at.inner_scales, x.rows, w2.k)
     first = plan.gate_up, plan.blocks, x, w13, inner, shared, plan.spec.activation.numbers

@@ -25,7 +25,7 @@ def route_launches(ids: Ids, counts: Address, out: Routing, tiles: Tiles, cut: i
 
     Args:
         counts: uint32 `[chunks, ceil(local experts / 2)]`, unused for a single chunk of pairs.
-        cut: `RowTile.cut` of the tiles.
+        cut: `RowTile.rows` of the tiles.
         row_counters: counters of each row tile in `tiles.done_counters`.
     """
     chunks, key = route_chunks(ids.pairs), route_key()

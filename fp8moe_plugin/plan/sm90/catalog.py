@@ -169,6 +169,11 @@ def many_rows_threads(weights: WeightFormat) -> int:
     return 512 if weights in PACKED_FORMATS else 384
 
 
+def cluster_of(key: KernelKey) -> int:
+    """Returns the blocks per cluster of a kernel for many rows: two where weights are decoded, which they share."""
+    return 2 if "DECODED" in dict(key.defines) else 1
+
+
 def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
     """GEMM 1 of the experts with its activation and the quantization of the result, for many rows per expert.
 

@@ -15,7 +15,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_key,
 )
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, UNTAILED, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, SHARED, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import (
     BATCHED_FEW_ROWS,
@@ -93,8 +93,8 @@ def plan_batched(
         spec=spec,
         gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gather=False),
         down=grouped_key(tile, keep_b, spec.weights, spec.bias),
-        blocks=multiprocessors,
-        down_blocks=multiprocessors * (blocks_of_few_rows(spec.weights) if few_rows else 1),
+        blocks=tile.grid(multiprocessors),
+        down_blocks=tile.grid(multiprocessors) * (blocks_of_few_rows(spec.weights) if few_rows else 1),
         tile=tile,
         columns_at_once=columns_at_once(experts * max_m, experts, hidden, intermediate) if few_rows else 1,
         pdl_down=few_rows or down_uses_pdl(expected_m, intermediate, tuning),
@@ -111,7 +111,7 @@ def batched_tile(weights: WeightFormat, expected_m: int, tuning: GpuTuning) -> R
 
 def row_tile(weights: WeightFormat, rows_per_expert: float, tuning: GpuTuning) -> RowTile:
     """Returns the tiles of experts, by their rows on average over the experts of all ranks."""
-    few, many = (PACKED_FEW_ROWS, UNTAILED) if weights in PACKED_FORMATS else (FEW_ROWS, MANY_ROWS)
+    few, many = (PACKED_FEW_ROWS, SHARED) if weights in PACKED_FORMATS else (FEW_ROWS, MANY_ROWS)
     return few if rows_per_expert <= few_rows_per_expert(weights, tuning) else many
 
 

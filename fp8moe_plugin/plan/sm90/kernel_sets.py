@@ -115,7 +115,7 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
 
 
 def _many_rows_kernels(spec: LayerSpec) -> KernelSet:
-    """Returns the GEMMs whose tiles have up to 128 rows, and a tail unless they decode weights."""
+    """Returns the GEMMs whose tiles have up to 128 rows and a tail, or up to 256 if they decode weights."""
     steps, of = _prefill(spec), f"of experts in {spec.weights.name}"
     down, down_keeps_b = (
         grouped_gemm_key(Output.BF16, keep_b=keep_b, weights=spec.weights, bias=spec.bias) for keep_b in (False, True)

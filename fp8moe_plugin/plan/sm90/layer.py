@@ -251,8 +251,8 @@ def sorted_step(
     return SortedStep(
         spec=spec,
         tokens=tokens,
-        blocks=multiprocessors,
-        down_blocks=multiprocessors * (blocks_of_few_rows(spec.weights) if few_rows else 1),
+        blocks=tile.grid(multiprocessors),
+        down_blocks=tile.grid(multiprocessors) * (blocks_of_few_rows(spec.weights) if few_rows else 1),
         tile=tile,
         route_chunks=route_chunks(rows),
         gathers=gathers,

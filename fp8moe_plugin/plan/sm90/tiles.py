@@ -7,23 +7,24 @@ from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAI
 
 
 class RowTile(NamedTuple):
-    """The tiles of a family of kernels. csrc/pipeline/tile_table.cuh has a case for each `cut`."""
+    """The tiles of a family of kernels. csrc/pipeline/tile_table.cuh has a case for each number of rows."""
 
     rows: int  # per tile, without the tail
     tail_rows: int  # most rows of a tail
     padded: tuple[int, ...]  # the kernels multiply this many rows at once: a tile is padded to one of these sizes
     streams_weights: bool  # the kernels are those for few rows per expert, which stream the weights
+    blocks: int = 1  # of a cluster, which share a tile
 
-    @property
-    def cut(self) -> int:
-        """The number that stands for these tiles in the kernels that divide rows into tiles."""
-        return 2 * MANY_ROWS_TILE if self.rows == MANY_ROWS_TILE and not self.tail_rows else self.rows
+    def grid(self, multiprocessors: int) -> int:
+        """Returns the blocks of a kernel that has one on each SM, in whole clusters."""
+        return max(multiprocessors // self.blocks, 1) * self.blocks
 
 
 FEW_ROWS = RowTile(FEW_ROWS_TILE, 0, (8, 16, 32, 64), streams_weights=True)
 PACKED_FEW_ROWS = FEW_ROWS._replace(padded=(8, 16, 24, 32, 40, 48, 64))  # of kernels that decode weights
 MANY_ROWS = RowTile(MANY_ROWS_TILE, TAIL_ROWS, (64, 128, MANY_ROWS_TILE + TAIL_ROWS), streams_weights=False)
-UNTAILED = RowTile(MANY_ROWS_TILE, 0, (64, 128), streams_weights=False)  # of kernels for many rows that decode weights
+# Of kernels for many rows that decode weights, in clusters of two blocks (csrc/pipeline/shared_tiles.cuh).
+SHARED = RowTile(2 * MANY_ROWS_TILE, 0, (64, 128, 192, 256), streams_weights=False, blocks=2)
 
 
 def row_tiles(rows: int, tile: RowTile) -> list[int]:

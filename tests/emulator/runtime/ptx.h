@@ -85,6 +85,7 @@ inline void st_shared_u8(u32 to, u32 value) { store_shared(to, u8(value)); }
 inline void st_shared_u16(u32 to, u16 value) { store_shared(to, value); }
 inline void st_shared_u32(u32 to, u32 value) { store_shared(to, value); }
 inline void st_shared_v2_u32(u32 to, u32 a, u32 b) { store_shared(to, a, b); }
+inline void st_shared_v4_u32(u32 to, u32 a, u32 b, u32 c, u32 d) { store_shared(to, a, b, c, d); }
 inline void st_shared_v4_s32(u32 to, int a, int b, int c, int d) { store_shared(to, a, b, c, d); }
 inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 row, u32 a, u32 b, u32 c, u32 d) {
     const u32 values[] = {a, b, c, d};
@@ -196,6 +197,10 @@ inline void cp_async_bulk_tensor_2d_global_shared_cta_bulk_group(const void* map
 inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, const void* from, u32 bytes,
                                                                            u32 barrier) {
     emu::bulk_load(to, from, bytes, barrier);
+}
+inline void cp_async_bulk_shared_cluster_shared_cta_mbarrier_complete_tx_bytes(u32 to, u32 from, u32 bytes,
+                                                                               u32 barrier) {
+    emu::bulk_copy_to_cta(to, from, bytes, barrier);
 }
 inline void cp_async_bulk_global_shared_cta_bulk_group(void* to, u32 from, u32 bytes) {
     emu::bulk_store_to_peer(to, from, bytes);

@@ -16,16 +16,17 @@ no_engine = loaded_model.no_engine
 
 PROJECTIONS = 3 * EXPERTS
 LAUNCHES = 15  # of a projection, with its copies and what is done on the host
+PACKED_LAUNCHES = 16  # in plain torch
 
 
-@pytest.mark.parametrize("quant", [RECODED, PACKED])
-def test_a_projection_takes_few_launches(quant):
+@pytest.mark.parametrize(("quant", "launches"), [(RECODED, LAUNCHES), (PACKED, PACKED_LAUNCHES)])
+def test_a_projection_takes_few_launches(quant, launches):
     checkpoint = make_mxfp4(INTERMEDIATE)
     Layer(INTERMEDIATE, 1, 0, quant).load(checkpoint)  # makes the tables
     layer = Layer(INTERMEDIATE, 1, 0, quant)
     with counted("cpu") as operations:
         layer.load(checkpoint)
-    assert operations.launches <= LAUNCHES * PROJECTIONS
+    assert operations.launches <= launches * PROJECTIONS
     assert operations.waits == PROJECTIONS  # on the host, see tests/layers/test_waits.py
 
 

@@ -1,0 +1,98 @@
+// The tiles of kernels that decode weights. Decoding takes longer than multiplying, so two blocks of a cluster share it
+// where both multiply the same weights.
+#pragma once
+#include "device/decoding.cuh"
+#include "pipeline/producer.cuh"
+#include "pipeline/row_tile.cuh"
+#include "pipeline/tile_queue.cuh"
+
+constexpr int kColumnsOfTile = 2, kDecoderWarps = 4, kTilesAhead = 2;
+constexpr int kTileReaders = kBlocksOfTile * (1 + kDecoderWarps) + 1;  // warps of both blocks
+
+template <int kCount>
+struct TilesAhead : Once<kCount, 16, 16> {};
+template <int kCount>
+struct TileThere : Once<kCount, 8, 8> {};  // its bytes
+template <int kCount>
+struct TileRead : Once<kCount, 8, 8> {};  // in block 0
+
+DEVICE int rank_of_block() { return blockIdx.x % kBlocksOfTile; }
+
+// A tile of both blocks: up to 256 tokens by two columns. With more tokens than a block multiplies, or where there is
+// no second column, the blocks share the weights: each has half of the tokens of one column after the other. A single
+// token is computed by both, which store the same bytes. Otherwise each has all tokens of a column of its own.
+struct OwnTiles {
+    bool shares;
+    int count;
+    Tile tile;  // the first; the second one has the next column
+
+    DEVICE OwnTiles(const Tile& both, int columns) : tile(both) {
+        const int width = min(columns - both.column * kColumnsOfTile, kColumnsOfTile), rank = rank_of_block();
+        shares = shares_weights(both, width);
+        count = shares ? width : 1;
+        tile.column = both.column * kColumnsOfTile + (shares ? 0 : rank);
+        if (!shares) return;
+        int half = ceil_div(both.rows, 2);
+        if (both.rows > kWarpgroupM) half = ceil_div(half, kWarpgroupM) * kWarpgroupM;
+        if (rank == 1) tile.row += min(half, both.rows - 1);
+        tile.rows = rank == 0 ? half : max(both.rows - half, 1);
+    }
+    DEVICE static bool shares_weights(const Tile& both, int width) {
+        return both.rows > kBlockM || width < kColumnsOfTile;
+    }
+};
+
+// How many tiles of single blocks a kernel with so many columns makes of these rows.
+DEVICE int tiles_of_rows(const Tile& both, int columns) {
+    return OwnTiles::shares_weights(both, kColumnsOfTile) ? kBlocksOfTile * columns
+                                                          : columns + columns % kColumnsOfTile;
+}
+
+// By one thread, before init_barriers.
+template <class SharedMemory>
+DEVICE void init_passing(SharedMemory shared) {
+    for (int i = 0; i < kTilesAhead; ++i) {
+        barrier_init(shared.template at<TileThere>(i), 1);
+        barrier_arrive_expect(shared.template at<TileThere>(i), sizeof(int4));
+        barrier_init(shared.template at<TileRead>(i), kTileReaders);
+    }
+}
+
+// The tiles on their way from the owner of the queue, which is ahead, to the other warps of both blocks.
+struct PassedTiles {
+    u32 passed = 0;
+
+    // By the owner, to both blocks.
+    template <class SharedMemory>
+    DEVICE void pass(SharedMemory shared, const Tile& tile) {
+        wait_by_warp(shared.template at<TileRead>(slot()), phase() ^ 1);
+        const int rank = lane_of_warp();
+        if (rank < kBlocksOfTile)
+            store_async(in_block(shared.template at<TilesAhead>(slot()), rank), published(tile),
+                        in_block(shared.template at<TileThere>(slot()), rank));
+        ++passed;
+    }
+    // By the owner, after the last tile: until all have been read, as its block must not end before.
+    template <class SharedMemory>
+    DEVICE void finish(SharedMemory shared) {
+#pragma unroll
+        for (int i = 0; i < kTilesAhead; ++i, ++passed) wait_by_warp(shared.template at<TileRead>(slot()), phase() ^ 1);
+    }
+    // kExpects: by one of the warps of each block.
+    template <bool kExpects = false, class SharedMemory>
+    DEVICE Tile receive(SharedMemory shared) {
+        barrier_wait(shared.template at<TileThere>(slot()), phase());
+        const Tile tile = published_tile(shared.template at<TilesAhead>(slot()));
+        __syncwarp();
+        if (lane_of_warp() == 0) {
+            if (kExpects) barrier_arrive_expect(shared.template at<TileThere>(slot()), sizeof(int4));
+            barrier_arrive_in_cluster(in_block(shared.template at<TileRead>(slot()), 0));
+        }
+        ++passed;
+        return tile;
+    }
+
+   private:
+    DEVICE u32 slot() const { return passed % kTilesAhead; }
+    DEVICE u32 phase() const { return passed / kTilesAhead % 2; }
+};
