@@ -1281,6 +1281,13 @@ FAULTS = {
         packed_shared_tiles,
         "has ended, whose shared memory|ended before .* of its copies",
     ),
+    "the owner of the queue ends before its last tiles are read": Fault(
+        "pipeline/decode_row_tile.cuh",
+        "        tiles.finish(shared);\n",
+        "",
+        packed_shared_tiles,
+        "has ended, whose shared memory|ended before .* of its copies",
+    ),
     "barriers are used before the other block has made them": Fault(
         "pipeline/decode_row_tile.cuh",
         "full_arrivals, math_warps);\n    cluster_arrive();\n    cluster_wait();\n",

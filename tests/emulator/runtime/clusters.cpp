@@ -41,10 +41,17 @@ void cluster_wait() {
     fiber.cluster_phase = -1;
 }
 
+// Some time after the instruction, as on a GPU.
 void mbarrier_arrive_in_cluster(u32 barrier) {
     step();
     Cta& cta = cta_of(barrier);
-    update_mbarrier(cta, barrier, 1, 0);
+    read_mbarrier(cta, barrier);
+    ++cta.copies;
+    later([=, &cta] {
+        --cta.copies;
+        update_mbarrier(cta, barrier, 1, 0);
+        return true;
+    });
 }
 
 void store_async(u32 to, const void* values, u32 bytes, u32 barrier) {
