@@ -74,7 +74,7 @@ def test_shared_tiles_have_the_bits_of_block_fp8(
     span: int,
     early: bool,
 ) -> None:
-    """Of so many rows per expert. `early`: GEMM 2 counts what GEMM 1 has stored."""
+    """`counts`: rows of each expert. `early`: GEMM 2 starts early, and counts what GEMM 1 has stored."""
     emulator = Device(emulator_runtime, kernels, multiprocessors)
     gen, experts = h.seeded(1, CPU), random_experts(h.seeded(1, CPU), len(counts), *shape, span)
     x, routing = h.random_tokens(gen, sum(counts), shape[0]), h.routing_of_counts(gen, counts)

@@ -25,9 +25,9 @@ struct WeightTile {
     DEVICE float scale_of_half(int half) const { return load_shared_float(shared.weight_scale(stage, half)); }
 };
 
-// How a warpgroup decodes a chunk to half of a tile's 256 rows, `half`. kPaired: the chunk's rows are 64 of the gate
-// and 64 of the up projection, each of which has 128 rows. A thread decodes the 32 codes of a row with the same
-// exponent at once, so that one table serves for all of them.
+// How a warpgroup decodes a chunk, to one half of a tile's 256 rows. kPaired: these rows are 128 of the gate and 128 of
+// the up projection, and a chunk has 64 of each. A thread decodes 32 codes with the same exponent at once, so that they
+// share a table.
 template <bool kPaired>
 struct ChunkDecoder {
     static constexpr int kUnits = 4;                 // of 32 codes
@@ -61,7 +61,7 @@ struct ChunkDecoder {
         entries = {load_shared(from), load_shared(from + 8 * 8)};
         first = codes(0);
     }
-    // Writes to the tile of which `rows` is the address.
+    // Writes to half `half` of the tile at address `rows`.
     DEVICE void write(u32 rows, int half, u32 tables) const {
         if (__ballot_sync(kAllLanes, !are_normal_fp4(entries)))
             write_units<true>(rows, half, tables);  // rare

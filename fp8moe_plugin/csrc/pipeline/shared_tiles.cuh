@@ -42,7 +42,7 @@ struct OwnTiles {
     }
 };
 
-// How many tiles of single blocks a kernel with so many columns makes of these rows.
+// The number of tiles of single blocks into which a kernel with `columns` columns divides the rows of `both`.
 DEVICE int tiles_of_rows(const Tile& both, int columns) {
     return OwnTiles::shares_weights(both, kColumnsOfTile) ? kBlocksOfTile * columns
                                                           : columns + columns % kColumnsOfTile;
@@ -60,7 +60,7 @@ DEVICE void init_passing(SharedMemory shared) {
 
 // The tiles on their way from the owner of the queue, which is ahead, to the other warps of both blocks.
 struct PassedTiles {
-    u32 passed = 0;
+    u32 passed = 0;  // a Ring takes one register more
 
     // By the owner, to both blocks.
     template <class SharedMemory>

@@ -16,7 +16,7 @@
 // The table's counters are used, but for short tiles only with `balance`: a fixed order is faster. Claims keep tiles
 // that start together consecutive although some are shorter, and blocks that started late take fewer. In each mode the
 // entry of the next tile is fetched 3 K blocks before the end of this one (kFetchAhead).
-// kBlockM: how groups are cut, see RowTiles; kBlocks: of a cluster, one of which has the queue of all.
+// kBlockM: how groups are cut, see RowTiles. kBlocks: the blocks of a cluster, only one of which has a queue.
 template <int kBlockM, int kTilesAtOnce = 1, int kBlocks = 1>
 struct TileQueue {
     static constexpr int kClaimAhead = 6, kFetchAhead = 3;  // K blocks
