@@ -1,10 +1,12 @@
 """Windows of the ranks of an expert-parallel group on one host, in torch's symmetric memory. Multicast is not used."""
 
+import contextlib
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
 logger = logging.getLogger("fp8moe")
 PATIENCE_S = 600  # as NCCL; longer than one rank compiles or loads while the others wait
 CLOCK_HZ = 2e9  # of a multiprocessor at most
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by torch in each rendezvous
 
 
 def window_refusal(group: dist.ProcessGroup, hidden: int, device: torch.device, tuning: GpuTuning) -> str | None:
@@ -61,13 +64,14 @@ def open_group_window(
     Args:
         group, cpu_group: the same ranks by NCCL and by gloo.
         rows, hidden, topk, experts: see `Window`.
-        patience_s: how long a kernel waits for another rank.
+        patience_s: how long a kernel waits for another rank, at `CLOCK_HZ`; longer at a lower clock.
     """
     import torch.distributed._symmetric_memory as symmetric_memory  # needs a torch with CUDA
 
     nbytes = window_layout(group.size(), rows, hidden, topk, experts).nbytes
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    shared = symmetric_memory.rendezvous(memory, group).buffer_ptrs
+    with without_multicast():
+        shared = symmetric_memory.rendezvous(memory, group).buffer_ptrs
     addresses = window_addresses(memory, shared, group.rank(), cpu_group)
     lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     patience = int(patience_s * CLOCK_HZ)
@@ -76,6 +80,20 @@ def open_group_window(
     dist.barrier(cpu_group)
     threading.Thread(target=_watch, args=(lost, patience_s), name="fp8moe-window", daemon=True).start()
     return window
+
+
+@contextlib.contextmanager
+def without_multicast() -> Iterator[None]:
+    """Keeps torch from binding the memory to a multicast object as well, which fails on some GPUs that announce it."""
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before
 
 
 def window_addresses(memory: torch.Tensor, shared: Sequence[int], rank: int, cpu_group: dist.ProcessGroup) -> list[int]:

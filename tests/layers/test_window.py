@@ -1,5 +1,6 @@
 """The windows of a group, as far as they need no GPU."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -98,3 +99,23 @@ def test_a_process_that_watches_windows_can_exit() -> None:
     """Also while the thread reads, which it does all the time here."""
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_torch_is_kept_from_multicast_only_while_ranks_meet(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(window.NO_MULTICAST, raising=False)
+    if before is not None:
+        monkeypatch.setenv(window.NO_MULTICAST, before)
+    found: list[str | None] = []
+
+    def meet() -> None:
+        with window.without_multicast():
+            found.append(os.environ.get(window.NO_MULTICAST))
+            raise RuntimeError("a rank is missing")
+
+    with pytest.raises(RuntimeError, match="missing"):
+        meet()
+    assert found == ["1"]
+    assert os.environ.get(window.NO_MULTICAST) == before
