@@ -40,8 +40,15 @@ PACKAGE = "fp8moe_plugin"
 FusedMoe = Callable[..., torch.Tensor]
 
 
-def load_version(folder: Path) -> FusedMoe:
-    """`fused_moe` of the package in a folder, next to the one that is imported already."""
+def load_version(folder: Path, bundle: Path | None = None) -> FusedMoe:
+    """Returns `fused_moe` of the package in a folder, next to the one that is imported already.
+
+    Args:
+        bundle: of its kernels.
+    """
+    settings()  # which keeps what it has read: from here on FP8MOE_BUNDLE is for the other version
+    if bundle:
+        os.environ["FP8MOE_BUNDLE"] = str(bundle)
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == PACKAGE}
     sys.path.insert(0, str(folder))
     try:
@@ -86,10 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
-    settings()  # which keeps what it has read: from here on FP8MOE_BUNDLE is for the other version
-    if options.before_bundle:
-        os.environ["FP8MOE_BUNDLE"] = str(options.before_bundle)
-    versions = {"before": load_version(options.before), "after": fused_moe}
+    versions = {"before": load_version(options.before, options.before_bundle), "after": fused_moe}
     device = torch.device("cuda")
     results: dict[str, Any] = {"layers": {}, "host_us": {}}
     for name in options.layers:

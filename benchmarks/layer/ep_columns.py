@@ -29,6 +29,7 @@ from fp8moe_plugin.ops.push import push_moe
 from fp8moe_plugin.ops.window import Window
 
 COLUMNS = ("layer", "nccl", "nccl_comm", "nccl_fp8", "nccl_fp8_comm", "push")
+BEFORE = "nccl_before"  # `nccl` around the layer of another version of the package
 PATIENCE_S = 20  # that a rank waits for another, in a kernel or at the end
 
 T = TypeVar("T")
@@ -111,12 +112,20 @@ class Group:
 class Layer:
     """A layer's experts: those of this rank, and all of them, which are the same on every rank."""
 
-    def __init__(self, group: Group, experts: Experts, most_rows: int, stored: WeightFormat = FP8_BLOCK) -> None:
+    def __init__(
+        self,
+        group: Group,
+        experts: Experts,
+        most_rows: int,
+        stored: WeightFormat = FP8_BLOCK,
+        before: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
         if experts.experts % group.ranks:
             raise UnsupportedError(
                 f"{experts.experts} experts are not divisible by {group.ranks} ranks. Use 2, 4 or 8."
             )
         self.group, self.experts, self._most_rows, self.stored = group, experts, most_rows, stored
+        self._before = before  # fused_moe of another version
         device, local = group.device, experts.experts // group.ranks
         weights = random_weights(experts, device) if stored is FP8_BLOCK else packed(random_mxfp4(experts, device))
         first = group.rank * local
@@ -145,6 +154,13 @@ class Layer:
         """Write what this rank's experts contribute to the tokens of all ranks."""
         fused_moe(x, *self.weights, weights, ids, expert_map=self.expert_map, weights=self.stored, out=out, **scale)
 
+    def local_before(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """The same by another version of the package, which may know no formats."""
+        if self.stored is not FP8_BLOCK:
+            raise UnsupportedError("The version before is measured with weights in block FP8 only.")
+        assert self._before
+        self._before(x, *self.weights, weights, ids, expert_map=self.expert_map, out=out)
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -164,8 +180,9 @@ class Cell:
         if name in PEERS:
             return self._calls(PEERS[name](self.layer.experts, self.layer.weights, self.rows), outs)
         if name.endswith("_comm"):
-            return Calls(self._calls(Nccl(self.layer, self.rows, name == "nccl_fp8_comm", False), outs).calls, [])
-        return self._calls(Nccl(self.layer, self.rows, name == "nccl_fp8", True), outs)
+            return Calls(self._calls(Nccl(self.layer, self.rows, name == "nccl_fp8_comm", None), outs).calls, [])
+        local = self.layer.local_before if name == BEFORE else self.layer.local
+        return self._calls(Nccl(self.layer, self.rows, name == "nccl_fp8", local), outs)
 
     def expected(self) -> torch.Tensor:
         """Returns the results of the first batch by one rank with all experts."""
@@ -187,10 +204,10 @@ class Cell:
 
 
 class Nccl:
-    """The layer between an all-gather of tokens and a reduce-scatter of sums, or only these two."""
+    """What a rank computes between an all-gather of tokens and a reduce-scatter of sums, or only these two."""
 
-    def __init__(self, layer: Layer, tokens: int, quantized: bool, computes: bool) -> None:
-        self._layer, self._quantized, self._computes = layer, quantized, computes
+    def __init__(self, layer: Layer, tokens: int, quantized: bool, local: Callable[..., None] | None) -> None:
+        self._layer, self._quantized, self._local = layer, quantized, local
         shape = layer.group.ranks * tokens, layer.experts.hidden
         self._sums = torch.zeros(shape, dtype=torch.bfloat16, device=layer.group.device)
 
@@ -202,6 +219,6 @@ class Nccl:
             scales = {"hidden_scale": scale}
         else:
             (x, weights, ids), scales = gathered(x, weights, ids), {}
-        if self._computes:
-            self._layer.local(x, weights, ids, self._sums, **scales)
+        if self._local:
+            self._local(x, weights, ids, self._sums, **scales)
         dist.reduce_scatter_tensor(out, self._sums)

@@ -15,7 +15,9 @@ Each rank has an equal share of the experts, and the same number of tokens. The 
 | `push`     | ranks store tokens into each other's windows             | ranks store BF16 sums or rows, added up    |
 | `peers`    | as the library does it, see `benchmarks.layer.ep_peers`  | the same                                   |
 
-`*_comm` is dispatch and combine of the column alone. A column that fails has its error in place of a time.
+`*_comm` is dispatch and combine of the column alone. With `--before`, `nccl_before` is `nccl` around the layer of
+another version of the package, see `benchmarks.layer.before_after`. A column that fails has its error in place of a
+time.
 
 A CUDA graph holds a call for each of several batches. All graphs of a cell, which is a shape with a number of tokens,
 take turns. A time is the median over rounds of the slowest rank's. `relative_l2` is the distance from one rank that has
@@ -35,7 +37,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.layer.ep_columns import COLUMNS, Call, Calls, Cell, Group, Layer
+from benchmarks.layer.before_after import FusedMoe, load_version
+from benchmarks.layer.ep_columns import BEFORE, COLUMNS, Call, Calls, Cell, Group, Layer
 from benchmarks.layer.ep_peers import PEERS, trial, with_version
 from benchmarks.report import results_or_errors, write_report
 from fp8moe_plugin.bench.layer import BYTES_PER_S, FLOP_PER_S, WRONG
@@ -230,6 +233,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, help="of each rank")
     parser.add_argument("--columns", nargs="+", choices=COLUMNS)
     parser.add_argument("--peers", nargs="*", choices=PEERS)
+    parser.add_argument("--before", type=Path, help="folder that holds another version of the package")
+    parser.add_argument("--before-bundle", type=Path, help="bundle of its kernels")
     parser.add_argument("--check", action="store_true", help="compare the bits of many replays instead of timing them")
     parser.add_argument("--seconds-in-all", type=float, default=200, help="after which no further cell is begun")
     parser.add_argument("--out", type=Path, required=True)
@@ -238,11 +243,14 @@ def parsed() -> argparse.Namespace:
     options.shapes = options.shapes or list(SHAPES if cuda else TINY)
     options.tokens = options.tokens or list(TOKENS if cuda else TINY_TOKENS)
     options.columns = options.columns or list(COLUMNS if cuda else CPU_COLUMNS)
+    options.columns += [BEFORE] * bool(options.before)
     options.peers = list(PEERS if cuda else ()) if options.peers is None else options.peers
     return options
 
 
-def run(options: argparse.Namespace, group: Group, started: float) -> list[dict[str, Any]]:
+def run(
+    options: argparse.Namespace, group: Group, started: float, before: FusedMoe | None = None
+) -> list[dict[str, Any]]:
     """Returns the rows, or what the checks found. No CUDA graph, window or buffer of a peer is left."""
     report: dict[str, Any] = {"ranks": group.ranks, "checks" if options.check else "rows": (found := [])}
 
@@ -259,7 +267,7 @@ def run(options: argparse.Namespace, group: Group, started: float) -> list[dict[
         if ended():
             break
         experts, stored = (SHAPES | TINY)[name]
-        layer = Layer(group, experts, max(options.tokens), stored)
+        layer = Layer(group, experts, max(options.tokens), stored, before)
         if options.check:
             add(check(name, layer, options.tokens, ended))
             continue
@@ -276,8 +284,9 @@ def run(options: argparse.Namespace, group: Group, started: float) -> list[dict[
 
 def main() -> None:
     options, started = parsed(), time.monotonic()
+    before = load_version(options.before, options.before_bundle) if options.before else None
     group = Group(options.device)
-    found = run(options, group, started)
+    found = run(options, group, started, before)
     group.close()
     if any(result.get("unequal") for result in found):
         raise SystemExit("Some replays gave other bits than the first ones.")
