@@ -20,8 +20,8 @@
 // Grid: any number of thread blocks, one per SM, which take tiles from the queue; DECODED: of clusters of two.
 #include "epilogue/swiglu_rows.cuh"
 #include "formats/row_scales.cuh"
-#include "mma/row_tile.cuh"
 #ifdef DECODED
+#include "epilogue/swiglu_chunks.cuh"
 #include "pipeline/decode_row_tile.cuh"
 #else
 #include "pipeline/gather_row_tile.cuh"
@@ -34,11 +34,12 @@ using Queue = TileQueue<kCut, 1, kBlocksOfTile>;
 // The staging area holds 64 rows of each warpgroup, then the tail, which the warpgroups share.
 #ifdef DECODED
 static_assert(!GATHER, "packed weights have no kernel that gathers");
-constexpr int kChunkStages = 7;
+constexpr int kChunkStages = kBias ? 6 : 7;       // three stages are left
 constexpr int kFullArrivals = 2 + kDecoderWarps;  // of a stage: the announced bytes, the scales, the decoded weights
-using SharedMemory = DecodedRowTileStages<
-    kChunkStages, kBlockM, Amax<2 * kMathWarpgroups * kWarpgroupM>, Listed<kMathWarpgroups * StoredTiles::kMost>,
-    StagedRowScales<kMathWarpgroups * kHalves * kHalfN>, StagedBiases<kMathWarpgroups * kHalves * kHalfN>>;
+using SharedMemory = DecodedRowTileStages<kChunkStages, kBlockM, Amax<2 * kMathWarpgroups * kWarpgroupM>,
+                                          OtherAmax<kExchanges * kSenders>, AmaxThere<kExchanges>,
+                                          Listed<kMathWarpgroups * StoredTiles::kMost>,
+                                          StagedBiases<kMathWarpgroups * kHalves * kHalfN>>;
 #else
 constexpr int kFullArrivals = GATHER ? 1 + kWarpgroup : 2;  // of a stage: the announced bytes, and each copying thread
 template <int kCount>
@@ -135,10 +136,60 @@ DEVICE void gather_tiles(SharedMemory shared, TileRings& rings, const Operands& 
 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
+#ifdef DECODED
+using Buffers = Exchange;
+
+// The biases of a column, by the rows of a stage.
+DEVICE void copy_biases_of_column(u32 to, const float* gate, int to_up) {
+    if constexpr (kBias)
+        for (int row = threadIdx.x % kWarpgroup; row < kHalves * kHalfN; row += kWarpgroup) {
+            const int turn = row / kPairedRows, channel = turn / 2 * kPairedRows + row % kPairedRows;
+            copy_async_4(to + row * 4, gate + turn % 2 * to_up + channel);
+        }
+}
+
+struct Computation {
+    SharedMemory shared;
+    TileRings& rings;
+    const Operands& in;
+    const float* bias;
+    const QuantizedRows& out;
+    const Tile& tile;
+    int warpgroup;
+    Buffers& buffers;
+    StoredTiles& stored;
+
+    template <class Part>
+    DEVICE void operator()(const Part& part) const {
+        typename Part::Sums sum;
+        typename Part::HalfSums half;
+        const u32 biases = shared.at<StagedBiases>(warpgroup * kHalves * kHalfN);
+        auto biases_at = [&](int row) { return biases + (part.chunk * kHalfN + row) * 4; };
+        copy_biases_of_column(biases, bias + tile.expert * in.n + tile.column * kHalfN, out.channels);
+        multiply_part<true>(shared, rings.tokens, in.steps, tile, part, warpgroup, sum, half);
+        await_row_values(warpgroup);
+#pragma unroll
+        for (int i = 0; i < Part::kBlocks; ++i)
+#pragma unroll
+            for (int j = 0; j < Part::kChunks; ++j) add_to_columns(biases_at(j * kHalfN), sum[i][j]);
+        if constexpr (Part::kHasHalf) add_to_columns(biases_at(warpgroup * kHalfN / 2), half[0]);
+        store_part(shared, out, tile, part, warpgroup, buffers, stored, sum, half);
+    }
+};
+
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const float* bias,
+                         const QuantizedRows& out, const Tile& tile, int warpgroup, Buffers& buffers,
+                         StoredTiles& stored) {
+    compute_part(tile, columns_of(in), warpgroup,
+                 Computation{shared, rings, in, bias, out, tile, warpgroup, buffers, stored});
+}
+#else
+using Buffers = int;
+
 template <int kColumns, bool kHasTail>
 DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& in, const float* bias,
                          const QuantizedRows& out, const Tile& tile, int warpgroup, int row_block, int column,
-                         int& buffer, StoredTiles& stored) {
+                         Buffers& buffer, StoredTiles& stored) {
     Fragment<kColumns> sum[kHalves];
     Tail tail[kHalves];
     auto scales_at = [&](int half, int row) {
@@ -169,16 +220,17 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
 }
 
 DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const float* bias,
-                         const QuantizedRows& out, const Tile& tile, int warpgroup, int& buffer, StoredTiles& stored) {
-    if (kMostTailRows > 0 && tile.rows > kBlockM)
-        compute_rows<kHalfN, kMostTailRows != 0>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer,
-                                                 stored);
+                         const QuantizedRows& out, const Tile& tile, int warpgroup, Buffers& buffer,
+                         StoredTiles& stored) {
+    if (tile.rows > kBlockM)
+        compute_rows<kHalfN, true>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else if (tile.rows > kWarpgroupM)
         compute_rows<kHalfN, false>(shared, rings, in, bias, out, tile, warpgroup, warpgroup, 0, buffer, stored);
     else  // few rows: each warpgroup takes half of the channels instead
         compute_rows<kHalfN / 2, false>(shared, rings, in, bias, out, tile, warpgroup, 0, warpgroup * kHalfN / 2,
                                         buffer, stored);
 }
+#endif
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
@@ -191,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     let_next_kernel_start();
     SharedMemory shared{dynamic_shared_address()};
 #ifdef DECODED
+    if (threadIdx.x == 0) init_exchange(shared);
     init_decoding(shared, kFullArrivals, kMathWarps);
 #else
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
@@ -221,17 +274,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #endif
     } else {
         increase_registers<kMathRegisters>();
-        int buffer = 0;
+        Buffers buffers{};
         StoredTiles stored{done_counters};
         while (true) {
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             Tile tile = published_tile(shared.tile(rings.tokens.stage));
             if (tile.rows == 0) break;
-            compute_tile(shared, rings, in, bias, out, tile, warpgroup, buffer, stored);
+            compute_tile(shared, rings, in, bias, out, tile, warpgroup, buffers, stored);
         }
         stored.finish(shared, warpgroup);
     }
-#ifdef DECODED
-    end_decoding();
-#endif
 }

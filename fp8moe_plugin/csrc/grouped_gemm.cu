@@ -31,10 +31,11 @@
 #include "epilogue/result.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "formats/row_scales.cuh"
-#include "mma/row_tile.cuh"
 #include "pipeline/done_counters.cuh"
 #ifdef DECODED
+#include "mma/decoded_row_tile.cuh"
 #include "pipeline/decode_row_tile.cuh"
+#include "pipeline/half_chunks.cuh"
 #else
 #include "pipeline/load_row_tile.cuh"
 #endif
@@ -51,8 +52,7 @@ constexpr int kStagedRows = staged_rows(kStagedHalves * kStagedRowsOfHalf);  // 
 constexpr int kChunkStages = 5;
 constexpr int kFullArrivals = 2 + kDecoderWarps;  // of a stage: the announced bytes, the scales, the decoded weights
 using SharedMemory =
-    DecodedRowTileStages<kChunkStages, kMathWarpgroups * kStagedRows, StagedRowScales<kMathWarpgroups * BLOCK_N>,
-                         StagedBiases<kMathWarpgroups * BLOCK_N>>;
+    DecodedRowTileStages<kChunkStages, kMathWarpgroups * kStagedRows, StagedBiases<kMathWarpgroups * BLOCK_N>>;
 #else
 constexpr int kStagedHalves = kHalves;
 constexpr int kStagedRows = staged_rows(kStagedHalves * kStagedRowsOfHalf);  // of a warpgroup
@@ -71,51 +71,6 @@ using TileRings = Rings<kStages, KEEP_B>;
 
 #ifdef DECODED
 // ---- producers: two warps ------------------------------------------------------------------------------------------
-
-// The halves of a tile are two blocks of rows, with further steps of their own. So each of these has a step of the tile
-// for each half, in which the scale of the other half is 0.
-DEVICE int steps_of_tile(const WeightMap& map) { return map.steps + map.further; }
-DEVICE int step_of_chunk(int step, int k_blocks) { return step < k_blocks ? step : k_blocks + (step - k_blocks) / 2; }
-
-struct HalfChunks {
-    const u8* chunks;
-    int to_next, k_blocks;  // bytes; 0 where a tile passes N
-
-    DEVICE HalfChunks(const Operands& in, const Tile& tile) : k_blocks(in.k_blocks) {
-        const int blocks = in.n / kHalfN, block = tile.column * kHalves;  // of rows
-        const int pitch = in.weights->steps * kChunkBytes;
-        chunks = in.weights->chunks + (tile.expert * blocks + block) * i64(pitch);
-        to_next = block + 1 < blocks ? pitch : 0;
-    }
-    DEVICE void start(u32 to, u32 full, int step, int half) const {
-        bulk_load(to, chunks + half * to_next + i64(step_of_chunk(step, k_blocks)) * kChunkBytes, full, kChunkBytes);
-    }
-};
-
-struct StepScales {
-    const WeightMap& map;
-    const WeightScale* scales;
-    int to_next, k_blocks;
-
-    DEVICE StepScales(const Operands& in, const Tile& tile) : map(*in.weights), k_blocks(in.k_blocks) {
-        const int blocks = in.n / kHalfN, block = tile.column * kHalves, pitch = scale_pitch(map, k_blocks);
-        scales = scales_of_rows(in.weight_scales, tile.expert * blocks + block, pitch);
-        to_next = block + 1 < blocks ? pitch : 0;
-    }
-    DEVICE bool is_second(int step) const { return step >= k_blocks && (step - k_blocks) % 2; }
-    DEVICE int k_block(int step) const {
-        return StepsOfTile(is_second(step) ? scales + to_next : scales, map, k_blocks)
-            .k_block(step_of_chunk(step, k_blocks));
-    }
-    DEVICE void load_scales(WeightTile<SharedMemory> to, int step) const {
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half)
-            if (step < k_blocks || half == is_second(step))
-                to.load_scale(half, scales + half * to_next + step_of_chunk(step, k_blocks));
-            else
-                to.no_scale(half);
-    }
-};
 
 DEVICE int columns_of(const Operands& in) { return ceil_div(in.n, BLOCK_N); }
 
@@ -138,7 +93,7 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
             rows.counts_per_tile = kMathWarpgroups * tiles_of_rows(both, in.k_blocks);
             rows.wait(both);
         };
-        auto scales_of = [&](const Tile& tile) { return StepScales(in, tile); };
+        auto scales_of = [&](const Tile& tile) { return HalfScales(in, tile); };
         load_tokens(shared, rings.tokens, in, columns_of(in), wait, scales_of);
     }
 }
@@ -179,6 +134,49 @@ DEVICE void load_tiles(SharedMemory shared, TileRings& rings, const Operands& in
 
 // ---- math: two warpgroups ------------------------------------------------------------------------------------------
 
+#ifdef DECODED
+struct Computation {
+    SharedMemory shared;
+    TileRings& rings;
+    const Operands& in;
+    const Result& out;
+    const Tile& tile;
+    int warpgroup;
+
+    template <class Part>
+    DEVICE void operator()(const Part& part) const {
+        typename Part::Sums sum;
+        typename Part::HalfSums half;
+        const int column = tile.column * BLOCK_N;
+        const u32 biases = shared.at<StagedBiases>(warpgroup * BLOCK_N);
+        copy_biases(biases, out.bias + tile.expert * in.n + column, min(BLOCK_N, in.n - column));
+        multiply_part<false>(shared, rings.tokens, in.steps, tile, part, warpgroup, sum, half);
+        await_row_values(warpgroup);
+#pragma unroll
+        for (int i = 0; i < Part::kBlocks; ++i) {
+#pragma unroll
+            for (int j = 0; j < Part::kChunks; ++j) add_to_columns(biases + (part.chunk + j) * kHalfN * 4, sum[i][j]);
+            store(part, i, part.chunk * kHalfN, sum[i]);
+        }
+        if constexpr (Part::kHasHalf) {
+            const int first = part.chunk * kHalfN + warpgroup * kHalfN / 2;
+            add_to_columns(biases + first * 4, half[0]);
+            store(part, 1, first, half);
+        }
+    }
+    // `first`: the first column in the tile.
+    template <class Part, class Sums>
+    DEVICE void store(const Part& part, int block, int first, const Sums& sums) const {
+        out.store<kStagedHalves>(shared, warpgroup * kStagedRows, tile.row + part.token(block), part.rows(tile, block),
+                                 tile.column * BLOCK_N + first, warpgroup, sums);
+    }
+};
+
+DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const Result& out, const Tile& tile,
+                         int warpgroup) {
+    compute_part(tile, columns_of(in), warpgroup, Computation{shared, rings, in, out, tile, warpgroup});
+}
+#else
 template <int kCount, bool kHasTail>
 DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& in, const Result& out, const Tile& tile,
                          int warpgroup, int row_block, int first_half) {
@@ -208,18 +206,12 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
     int row = tile.row + row_block * kWarpgroupM, rows = min(kWarpgroupM, tile.rows - row_block * kWarpgroupM);
     int column = tile.column * BLOCK_N + first_half * kHalfN;
     constexpr bool kFloat = OUTPUT == OUTPUT_F32_DIRECT;
-    constexpr int kAtOnce = kCount < kStagedHalves ? kCount : kStagedHalves;
-#ifdef PUSHED
-    push_staged<kStagedHalves, kAtOnce>(shared, warpgroup * kStagedRows, out.rows(), row, rows, column, sum);
-#else
     if (OUTPUT == OUTPUT_BF16)
-        store_staged<kAtOnce>(shared, warpgroup * kStagedRows, out.map, static_cast<u16*>(out.d), out.n, row, rows,
-                              column, warpgroup, sum);
+        out.store<kStagedHalves>(shared, warpgroup * kStagedRows, row, rows, column, warpgroup, sum);
     else
 #pragma unroll
         for (int half = 0; half < kCount; ++half)
             store_direct<kFloat>(out.d, out.c, out.n, row, rows, column + half * kHalfN, sum[half]);
-#endif
     if (!kHasTail) return;
     row = tile.row + kBlockM, rows = tile.rows - kBlockM, column += warpgroup * kWarpgroupM;
 #pragma unroll
@@ -235,8 +227,8 @@ DEVICE void compute_rows(SharedMemory shared, TileRings& rings, const Operands& 
 
 DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& in, const Result& out, const Tile& tile,
                          int warpgroup) {
-    if (kMostTailRows > 0 && tile.rows > kBlockM)
-        compute_rows<kHalves, kMostTailRows != 0>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
+    if (tile.rows > kBlockM)
+        compute_rows<kHalves, true>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
     else if (tile.rows > warpgroup * kWarpgroupM && (kHalves == 1 || tile.rows > kWarpgroupM))
         compute_rows<kHalves, false>(shared, rings, in, out, tile, warpgroup, warpgroup, 0);
     else if (kHalves == 2)  // few rows: each warpgroup takes a half of the columns instead
@@ -244,6 +236,7 @@ DEVICE void compute_tile(SharedMemory shared, TileRings& rings, const Operands& 
     else
         skip_row_tile(shared, rings.tokens, in.steps);
 }
+#endif
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
@@ -294,7 +287,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         if (threadIdx.x % kWarpgroup < storing_threads()) tma_store_wait();
     }
-#ifdef DECODED
-    end_decoding();
-#endif
 }

@@ -363,21 +363,27 @@ def packed_tiles_of_one_step(emulator: Device, seed: int) -> None:
 
 
 def packed_shared_tiles(
-    emulator: Device, seed: int, counts: tuple[int, ...] = (130, 3, 129), hidden: int = 512, intermediate: int = 256
+    emulator: Device,
+    seed: int,
+    counts: tuple[int, ...] = (130, 3, 193),
+    hidden: int = 512,
+    intermediate: int = 256,
+    biased: bool = False,
 ) -> None:
-    """Tiles that blocks share and others in turns, of more K blocks than there are stages, then of fewer."""
+    """Tiles that blocks split and others in turns, of more K blocks than there are stages, then of fewer."""
     gen = h.seeded(0, torch.device("cpu"))
     x, layer = h.random_tokens(gen, sum(counts), hidden), random_experts(gen, len(counts), hidden, intermediate, 11)
     experts, routing = layer.packed(), h.routing_of_counts(gen, list(counts))
+    biases = h.random_biases(gen, len(counts), hidden, intermediate) if biased else {}
     with pytest.MonkeyPatch.context() as patch:
         h.force_step(patch, tile=SHARED)
-        out = emulator.execute(seed, lambda: packed_moe(x, experts, *routing))
-    assert h.relative_l2(out, packed_moe(x, experts, *routing)) <= MOST_ERROR, WRONG_RESULT
+        out = emulator.execute(seed, lambda: packed_moe(x, experts, *routing, **biases))
+    assert h.relative_l2(out, packed_moe(x, experts, *routing, **biases)) <= MOST_ERROR, WRONG_RESULT
 
 
-# Blocks share the third column of GEMM 1, and not the others.
+packed_biased_tiles = functools.partial(packed_shared_tiles, counts=(130, 3), hidden=256, biased=True)
+# Blocks split the third column of GEMM 1, and not the others.
 packed_odd_columns = functools.partial(packed_shared_tiles, counts=(3, 2, 5, 1), hidden=256, intermediate=384)
-packed_one_token = functools.partial(packed_shared_tiles, counts=(1, 1, 2), hidden=128, intermediate=128)
 # Of one expert: a cluster begins with GEMM 2 while the other is busy with GEMM 1, of one column or of many rows.
 packed_early_rows = functools.partial(packed_shared_tiles, counts=(128,), hidden=128, intermediate=128)
 packed_early_halves = functools.partial(packed_shared_tiles, counts=(200,), hidden=128)
@@ -422,6 +428,11 @@ PACKED_MANY = (
     quantize_key(False, Layout.PERMUTED),
     *FEW[3:],
 )
+PACKED_BIASED = (
+    grouped_gemm_key(Output.BF16, weights=PACKED_MXFP4, bias=True),
+    gate_up_key(h.layer_spec()._replace(weights=PACKED_MXFP4, bias=True), gather=False),
+    *PACKED_MANY[2:],
+)
 SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(h.layer_spec(), 8, 8)
 PACKED_SPEC = h.layer_spec()._replace(weights=PACKED_MXFP4)
 PACKED_SMALL_BATCH = gate_up_small_batch_key(PACKED_SPEC, 8, 8), down_small_batch_key(PACKED_SPEC, 8, 8)
@@ -463,7 +474,7 @@ KERNELS = {  # to be compiled ahead
     packed_tiles_of_one_step: PACKED_MANY,
     packed_shared_tiles: PACKED_MANY,
     packed_odd_columns: PACKED_MANY,
-    packed_one_token: PACKED_MANY,
+    packed_biased_tiles: PACKED_BIASED,
     packed_early_rows: PACKED_MANY,
     packed_early_halves: PACKED_MANY,
     packed_small_batch: PACKED_SMALL_BATCH,
@@ -1178,32 +1189,19 @@ FAULTS = {
     ),
     "the second block has a column that does not exist": Fault(
         "pipeline/shared_tiles.cuh",
-        "both.rows > kBlockM || width < kColumnsOfTile",
-        "both.rows > kBlockM",
+        "tile.rows > kBlockM || (tile.column | 1) >= columns",
+        "tile.rows > kBlockM",
         packed_odd_columns,
         "outside of the operands|AssertionError",
     ),
-    "a column with more tokens than a block multiplies is not shared": Fault(
+    "the weights of more tokens than a stage has room for are not split": Fault(
         "pipeline/shared_tiles.cuh",
-        "both.rows > kBlockM || width < kColumnsOfTile",
-        "width < kColumnsOfTile",
+        "tile.rows > kBlockM || (tile.column | 1) >= columns",
+        "(tile.column | 1) >= columns",
         packed_shared_tiles,
         f"{BEHIND_OR_WRONG}|outside of the operands",
     ),
-    "both blocks have the first half of the tokens": Fault(
-        "pipeline/shared_tiles.cuh",
-        "        if (rank == 1) tile.row += min(half, both.rows - 1);\n",
-        "",
-        packed_shared_tiles,
-        "AssertionError",
-    ),
-    "the second block has the next expert's first token": Fault(
-        "pipeline/shared_tiles.cuh", "min(half, both.rows - 1)", "half", packed_one_token, "AssertionError"
-    ),
-    "the second block of one token has none": Fault(
-        "pipeline/shared_tiles.cuh", "max(both.rows - half, 1)", "both.rows - half", packed_one_token, BEHIND
-    ),
-    "rows of shared tiles are counted once": Fault(
+    "rows of split tiles are counted once": Fault(
         "pipeline/shared_tiles.cuh", "? kBlocksOfTile * columns", "? columns", packed_early_halves, "AssertionError"
     ),
     "rows of a column without a second one are counted once": Fault(
@@ -1213,73 +1211,106 @@ FAULTS = {
         packed_early_rows,
         "AssertionError",
     ),
-    "the next tile is claimed in each column of a shared one": Fault(
+    "the next tile is claimed in each column of a split one": Fault(
         "pipeline/decode_row_tile.cuh",
         "if (own.count == 1) prepare(step)",
         "prepare(step)",
         packed_shared_tiles,
         "AssertionError",
     ),
-    "the other block's weights are not awaited": Fault(
+    "the second block decodes its chunk to the other one's place": Fault(
         "pipeline/decode_row_tile.cuh",
-        "rows * kBlockK + scale_bytes + (shares ? kDecodedBytes : 0)",
-        "rows * kBlockK + scale_bytes",
+        "decode_tile<1>(steps, rank_of_block());",
+        "decode_tile<1>(steps, 0);",
         packed_shared_tiles,
-        f"{BEHIND_OR_WRONG}|bytes are pending",
+        "AssertionError|without fence.proxy.async",
     ),
-    "weights are copied over those that the other block multiplies": Fault(
+    "further tokens are loaded over the second block's chunk": Fault(
         "pipeline/decode_row_tile.cuh",
-        "            barrier_wait(shared.template at<OtherReady>(s, 0), ready.of(s));\n",
+        "further_tokens(shared, s, rank_of_block(), row)",
+        "further_tokens(shared, s, 0, row)",
+        packed_shared_tiles,
+        "AssertionError|without fence.proxy.async",
+    ),
+    "a warpgroup has the other one's second block of tokens": Fault(
+        "mma/decoded_row_tile.cuh", "kHasHalf ? 2 : block + 2", "2", packed_shared_tiles, "AssertionError"
+    ),
+    "the second block of tokens has the scales of the first": Fault(
+        "mma/decoded_row_tile.cuh",
+        "const int row = first + part.token(i);",
+        "const int row = first + part.token(0);",
+        packed_shared_tiles,
+        "AssertionError",
+    ),
+    "both warpgroups multiply the same half of a chunk": Fault(
+        "mma/decoded_row_tile.cuh",
+        "part.chunk * kHalfN + warpgroup * kHalfN / 2",
+        "part.chunk * kHalfN",
+        packed_shared_tiles,
+        "AssertionError",
+    ),
+    "the gate projection has the scale of the up projection": Fault(
+        "mma/decoded_row_tile.cuh",
+        "weights.scale_of_half(kPaired ? i : chunk)",
+        "weights.scale_of_half(kPaired ? 1 : chunk)",
+        packed_shared_tiles,
+        "AssertionError",
+    ),
+    "the other block's channels have no part in a scale": Fault(
+        "epilogue/swiglu_chunks.cuh",
+        "const uint2 sent = load_shared_8(at);",
+        "const uint2 sent = {0, 0};",
+        packed_shared_tiles,
+        "AssertionError",
+    ),
+    "the other block's magnitudes are read before they are there": Fault(
+        "epilogue/swiglu_chunks.cuh",
+        "        barrier_wait(there, count / 2 % 2);\n",
         "",
         packed_shared_tiles,
         BEHIND_OR_WRONG,
     ),
-    "a block does not say that it awaits a copy": Fault(
-        "pipeline/decode_row_tile.cuh",
-        "                tell_other(shared.template at<OtherReady>(s, 0));\n",
-        "                ;\n",
+    "magnitudes are sent over those that are read": Fault(
+        "epilogue/swiglu_chunks.cuh",
+        "count % 2 * kMathWarpgroups + warpgroup",
+        "warpgroup",
         packed_shared_tiles,
-        BEHIND,
+        BEHIND_OR_WRONG,
     ),
-    "weights are decoded over those that are copied": Fault(
-        "pipeline/decode_row_tile.cuh",
-        "            barrier_wait(shared.template at<CopyTaken>(s, 0), taken.of(s));\n",
-        "",
-        packed_odd_columns,
+    "the second block of tokens has the magnitudes of the first": Fault(
+        "epilogue/swiglu_chunks.cuh",
+        "block == 0 ? sent.x : sent.y",
+        "sent.x",
+        packed_shared_tiles,
         "AssertionError",
-        multiprocessors=2,
     ),
-    "a block does not say that it has taken a copy": Fault(
-        "pipeline/decode_row_tile.cuh",
-        "                tell_other(shared.template at<CopyTaken>(s, 0));\n",
-        "                ;\n",
-        packed_odd_columns,
-        BEHIND,
-        multiprocessors=2,
-    ),
-    "decoded weights are not fenced before they are copied": Fault(
-        "pipeline/decode_row_tile.cuh",
-        "            fence_proxy_async();\n",
-        "            if (!kShares) fence_proxy_async();\n",
+    "the other warpgroup's channels of the third block have no part in a scale": Fault(
+        "epilogue/swiglu_chunks.cuh",
+        "        if (Part::kHasHalf) exchange(shared, warpgroup, first, exchanges.buffer, amax[1]);\n",
+        "",
         packed_shared_tiles,
-        "a bulk copy reads shared memory at .* without fence.proxy.async",
+        "AssertionError",
     ),
-    "the other block gets the weights in place of its own": Fault(
-        "pipeline/decode_row_tile.cuh",
-        "bulk_copy_to_block(in_block(from, first ^ 1), from",
-        "bulk_copy_to_block(in_block(rows + Decoder::first_row(first ^ 1, lane) * kRowOfTile, first ^ 1), from",
+    "both warpgroups store the same channels of the third block": Fault(
+        "epilogue/swiglu_chunks.cuh",
+        "(Part::kHasHalf ? warpgroup * kSecondColumns : 0)",
+        "0",
         packed_shared_tiles,
-        "AssertionError|without fence.proxy.async",
+        "AssertionError",
     ),
-    "rows of the up projection are not copied": Fault(
-        "formats/weights_mxfp4_decoded.cuh", " + i * kSecondRow;", ";", packed_shared_tiles, "AssertionError"
+    "biases of the gate and up projections are not in turns": Fault(
+        "gate_up.cu",
+        "turn % 2 * to_up + channel",
+        "turn / 4 * to_up + row % kHalfN",
+        packed_biased_tiles,
+        "AssertionError",
     ),
-    "a block ends before the other one": Fault(
-        "pipeline/decode_row_tile.cuh",
-        "DEVICE void end_decoding() {\n    cluster_arrive();\n    cluster_wait();\n",
-        "DEVICE void end_decoding() {\n",
-        packed_shared_tiles,
-        "has ended, whose shared memory|ended before .* of its copies",
+    "half of a chunk has the biases of the other one": Fault(
+        "gate_up.cu",
+        "biases_at(warpgroup * kHalfN / 2), half",
+        "biases_at(0), half",
+        packed_biased_tiles,
+        "AssertionError",
     ),
     "the owner of the queue ends before its last tiles are read": Fault(
         "pipeline/decode_row_tile.cuh",
@@ -1336,13 +1367,17 @@ FAULTS = {
         "device/fp4.cuh", "0x04081000", "0x04081800", packed_tiles_of_one_step, "AssertionError"
     ),
     "a further step of one half is one of the other": Fault(
-        "grouped_gemm.cu", "half == is_second(step))", "true)", packed_many_rows, "AssertionError"
+        "pipeline/half_chunks.cuh", "half == is_second(step))", "true)", packed_many_rows, "AssertionError"
     ),
     "further steps have the tokens of the first half": Fault(
-        "grouped_gemm.cu", "is_second(step) ? scales + to_next : scales", "scales", packed_many_rows, "AssertionError"
+        "pipeline/half_chunks.cuh",
+        "is_second(step) ? scales + to_next : scales",
+        "scales",
+        packed_many_rows,
+        "AssertionError",
     ),
     "a tile that passes N reads what follows": Fault(
-        "grouped_gemm.cu",
+        "pipeline/half_chunks.cuh",
         "to_next = block + 1 < blocks ? pitch : 0;\n    }\n    DEVICE void start",
         "to_next = pitch;\n    }\n    DEVICE void start",
         packed_many_rows,
@@ -1535,7 +1570,7 @@ FAULTS = {
         "AssertionError",
     ),
     "biases are read before they are there": Fault(
-        "gate_up.cu", "await_row_values(warpgroup);", "", bias_of_many_rows, "AssertionError"
+        "gate_up.cu", "\n    await_row_values(warpgroup);", "", bias_of_many_rows, "AssertionError"
     ),
     "few rows of the first GEMM have no bias": Fault(
         "gate_up_few_rows.cu", "biases.add_to(sum);", "", bias_of_few_rows, "AssertionError"

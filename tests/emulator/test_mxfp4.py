@@ -52,16 +52,19 @@ def test_many_rows_have_the_bits_of_block_fp8(
 
 
 @pytest.mark.parametrize(
-    ("multiprocessors", "counts", "shape", "span", "early"),
+    ("multiprocessors", "counts", "shape", "span", "early", "biased"),
     [
-        # One column, which blocks share whatever the rows. GEMM 2 has a second one, which passes N, and one K block.
-        (3, [129, 128, 1, 0, 257], (384, 128), 11, True),
-        # The first two of three columns are shared or not; an odd number of SMs.
-        (7, [192, 3, 130, 65, 1], (256, 384), SPAN, True),
-        # Tiles that are shared and not in turns, of more K blocks than there are stages; of GEMM 2, of fewer.
-        (2, [2, 130, 64, 129, 1], (1152, 256), 11, True),
-        (2, [256, 9, 320], (256, 384), 11, False),
-        (4, [1, 130, 33, 200], (128, 256), 0, True),  # one K block
+        # One column, whose weights blocks split whatever the rows. GEMM 2 has a second one, which passes N, and one K
+        # block.
+        (3, [129, 128, 1, 0, 257], (384, 128), 11, True, False),
+        # The first two of three columns are split or not; an odd number of SMs.
+        (7, [192, 3, 130, 65, 1, 193], (256, 384), SPAN, True, True),
+        # Tiles that are split and not in turns, of more K blocks than there are stages; of GEMM 2, of fewer.
+        (2, [2, 130, 64, 129, 1], (1152, 256), 11, True, False),
+        (2, [256, 9, 320], (256, 384), 11, False, False),
+        (4, [1, 130, 33, 200], (128, 256), 0, True, True),  # one K block
+        # Two, three and four blocks of tokens in turns.
+        (2, [192, 256, 129, 100, 128, 255, 160, 65], (128, 128), 11, True, False),
     ],
 )
 def test_shared_tiles_have_the_bits_of_block_fp8(
@@ -73,20 +76,22 @@ def test_shared_tiles_have_the_bits_of_block_fp8(
     shape: tuple[int, int],
     span: int,
     early: bool,
+    biased: bool,
 ) -> None:
     """`counts`: rows of each expert. `early`: GEMM 2 starts early, and counts what GEMM 1 has stored."""
     emulator = Device(emulator_runtime, kernels, multiprocessors)
     gen, experts = h.seeded(1, CPU), random_experts(h.seeded(1, CPU), len(counts), *shape, span)
     x, routing = h.random_tokens(gen, sum(counts), shape[0]), h.routing_of_counts(gen, counts)
     packed, fp8 = experts.packed(), experts.in_fp8()
+    biases = h.random_biases(gen, len(counts), *shape) if biased else {}
     h.force_step(monkeypatch, tile=MANY_ROWS)
-    wanted = emulator.execute(1, lambda: fused_moe(x, *fp8, *routing))
+    wanted = emulator.execute(1, lambda: fused_moe(x, *fp8, *routing, **biases))
     taken = h.force_step(monkeypatch, tile=SHARED)
-    assert h.same_bits(emulator.execute(1, lambda: packed_moe(x, packed, *routing)), wanted)
+    assert h.same_bits(emulator.execute(1, lambda: packed_moe(x, packed, *routing, **biases)), wanted)
     (step,) = taken
     assert isinstance(step, SortedStep)
     assert step.pdl_down == early
-    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
+    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True, biases=biases)) <= MOST_ERROR
 
 
 def check_bits(

@@ -11,10 +11,3 @@ DEVICE void store_async(u32 to, int4 v, u32 barrier) {
     const float4 bits = {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
     store_async(to, bits, barrier);
 }
-// Copies `bytes`, a multiple of 16, of this block's shared memory to another block; they complete on a barrier there.
-DEVICE void bulk_copy_to_block(u32 to, u32 from, u32 bytes, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "r"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}

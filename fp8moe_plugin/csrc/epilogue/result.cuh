@@ -18,6 +18,19 @@ struct Result {
 #else
     DEVICE u16* row(int i) const { return static_cast<u16*>(d) + i64(i) * n; }
 #endif
+
+    // Stores a warpgroup's sums as bfloat16, by way of the staging area from row `first` on, which has room for
+    // kMostHalves.
+    template <int kMostHalves, int kCount, int kElements, class SharedMemory>
+    DEVICE void store(SharedMemory shared, int first, int row, int rows_there, int column, int warpgroup,
+                      const float (&sum)[kCount][kElements]) const {
+        constexpr int kAtOnce = kCount < kMostHalves ? kCount : kMostHalves;
+#ifdef PUSHED
+        push_staged<kMostHalves, kAtOnce>(shared, first, rows(), row, rows_there, column, sum);
+#else
+        store_staged<kAtOnce>(shared, first, map, static_cast<u16*>(d), n, row, rows_there, column, warpgroup, sum);
+#endif
+    }
 };
 
 // Rows of a warpgroup's staging area, which has `rows` without padding, and its threads that store by TMA.

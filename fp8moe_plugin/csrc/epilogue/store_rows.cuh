@@ -1,5 +1,6 @@
-// Stores 64 rows of a warpgroup in halves of 128 columns: as bfloat16 by way of shared memory and TMA, or directly from
-// registers, as bfloat16 or float32 with an optional addend. A warpgroup's part of a tail is stored directly, too.
+// Stores 64 rows of a warpgroup in halves of 128 columns, or in half of one: as bfloat16 by way of shared memory and
+// TMA, or directly from registers, as bfloat16 or float32 with an optional addend. A warpgroup's part of a tail is
+// stored directly, too.
 #pragma once
 #include "mma/row_tile.cuh"
 
@@ -12,11 +13,11 @@ DEVICE u32 staged_part(SharedMemory shared, int first, int part) {
     return shared.staging(first + part * kWarpgroupM);
 }
 
-template <class SharedMemory>
-DEVICE void stage_half(SharedMemory shared, int first, const Fragment<kHalfN>& sum) {
+template <class SharedMemory, int kElements>
+DEVICE void stage_half(SharedMemory shared, int first, const float (&sum)[kElements]) {
     int lane = threadIdx.x % 32, row = warp_row(threadIdx.x) + lane % 16;
 #pragma unroll
-    for (int i = 0; i < kHalfN / 8; i += 2) {
+    for (int i = 0; i < kElements / 4; i += 2) {
         int chunk = i + lane / 16;  // of 8 columns, 16 bytes
         u32 to = staged_part(shared, first, chunk / 8) + row * 128 + (chunk % 8 ^ row % 8) * 16;
         store_matrix_x4(to, pack_bf16x2(sum[4 * i], sum[4 * i + 1]), pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]),
@@ -25,9 +26,9 @@ DEVICE void stage_half(SharedMemory shared, int first, const Fragment<kHalfN>& s
 }
 
 // For the last rows of an expert: TMA would store a whole box, and overwrite rows of the next expert.
-template <class SharedMemory>
+template <int kColumns, class SharedMemory>
 DEVICE void copy_half(SharedMemory shared, int first, u16* d, int n, int row, int rows, int column) {
-    constexpr int kChunks = kHalfN / 8;
+    constexpr int kChunks = kColumns / 8;
     for (int i = threadIdx.x % 128; i < rows * kChunks; i += 128) {
         int r = i / kChunks, chunk = i % kChunks;
         if (column + chunk * 8 < n)
@@ -37,12 +38,13 @@ DEVICE void copy_half(SharedMemory shared, int first, u16* d, int n, int row, in
 }
 
 // kAtOnce: halves for which the staging area has room.
-template <int kAtOnce, int kCount, class SharedMemory>
+template <int kAtOnce, int kCount, int kElements, class SharedMemory>
 DEVICE void store_staged(SharedMemory shared, int first, const TensorMap* d_map, u16* d, int n, int row, int rows,
-                         int column, int warpgroup, const Fragment<kHalfN> (&sum)[kCount]) {
+                         int column, int warpgroup, const float (&sum)[kCount][kElements]) {
+    constexpr int kColumns = kElements * 2;  // of a fragment
     bool elected = threadIdx.x % 128 == 0;
 #pragma unroll
-    for (int begin = 0; begin < kCount; begin += kAtOnce, column += kAtOnce * kHalfN) {
+    for (int begin = 0; begin < kCount; begin += kAtOnce, column += kAtOnce * kColumns) {
         if (elected) tma_store_wait_read();
         warpgroup_barrier(warpgroup);  // the staging buffers are free
 #pragma unroll
@@ -53,10 +55,11 @@ DEVICE void store_staged(SharedMemory shared, int first, const TensorMap* d_map,
         if (rows < kWarpgroupM) {
 #pragma unroll 1
             for (int half = 0; half < kAtOnce; ++half)
-                copy_half(shared, first + half * kStagedRowsOfHalf, d, n, row, rows, column + half * kHalfN);
+                copy_half<kColumns>(shared, first + half * kStagedRowsOfHalf, d, n, row, rows,
+                                    column + half * kColumns);
         } else if (elected) {
 #pragma unroll
-            for (int part = 0; part < kAtOnce * (kHalfN / kStoreN); ++part)
+            for (int part = 0; part < kAtOnce * (kColumns / kStoreN); ++part)
                 tma_store(d_map, staged_part(shared, first, part), column + part * kStoreN, row);
             tma_store_commit();
         }

@@ -58,6 +58,16 @@ struct StoredTiles {
     }
 };
 
+// The largest magnitudes of the thread's two rows, from those of its own channels.
+DEVICE void amax_of_rows(const u32 (&larger)[2], u32 (&amax)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        amax[r] = larger_of(larger[r]);
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) amax[r] = max(amax[r], __shfl_xor_sync(kAllLanes, amax[r], lanes));
+    }
+}
+
 // Activates pairs of channels; `amax` gets the largest magnitudes of the rows.
 template <int kColumns>
 DEVICE void activate_rows(const Activation& activation, const Fragment<kColumns>& gate, const Fragment<kColumns>& up,
@@ -68,12 +78,7 @@ DEVICE void activate_rows(const Activation& activation, const Fragment<kColumns>
         value[i] = activation.of_pair(gate, up, i);
         larger[i % 2] = max_u16x2(larger[i % 2], value[i] & kNoSigns);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        amax[r] = larger_of(larger[r]);
-#pragma unroll
-        for (int lanes = 1; lanes < 4; lanes *= 2) amax[r] = max(amax[r], __shfl_xor_sync(kAllLanes, amax[r], lanes));
-    }
+    amax_of_rows(larger, amax);
 }
 
 // Of a row or pair of tokens: two buffers, each with a part of each warpgroup.
@@ -96,26 +101,50 @@ DEVICE void exchange(SharedMemory shared, int warpgroup, int row, int& buffer, u
     buffer ^= 1;
 }
 
-template <int kPairs>
+// kFirst: the first column in the staging area.
+template <int kFirst = 0, int kPairs>
 DEVICE void stage_quantized(u32 staging, int row, const float (&scale)[2], const u32 (&value)[kPairs]) {
     float inverse[2] = {__frcp_rn(scale[0]), __frcp_rn(scale[1])};
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-        int r = i % 2, column = i / 2 * 8 + threadIdx.x % 4 * 2;
+        int r = i % 2, column = kFirst + i / 2 * 8 + threadIdx.x % 4 * 2;
         u32 to =
             staging + (row + 8 * r) * 128 + (column / 16 ^ row % 8) * 16 + column % 16;  // row + 8 has the same swizzle
         store_shared(to, quantize_two(value[i], scale[r], inverse[r]));
     }
 }
 
-DEVICE void copy_quantized(u32 staging, const QuantizedRows& out, int row, int rows, int column, int columns) {
+// `first`: as kFirst.
+DEVICE void copy_quantized(u32 staging, const QuantizedRows& out, int row, int rows, int column, int columns,
+                           int first = 0) {
     int chunks = columns / 16;
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < rows * chunks; i += 128) {
         int r = i / chunks, chunk = i % chunks;
         *reinterpret_cast<uint4*>(out.q + i64(row + r) * out.channels + column + chunk * 16) =
-            load_shared_16(staging + r * 128 + (chunk ^ r % 8) * 16);
+            load_shared_16(staging + r * 128 + (first / 16 + chunk ^ r % 8) * 16);
     }
+}
+
+// Of the thread's two rows, the first of which is number `first` of `rows`; by one lane of each row.
+DEVICE void store_scales(const QuantizedRows& out, const Tile& tile, int row, int rows, int first,
+                         const float (&scale)[2]) {
+    float* scales = out.scales + i64(tile.column) * scale_pitch(out.m) + row + first;
+    if (first < rows) scales[0] = scale[0];
+    if (first + 8 < rows) scales[8] = scale[1];
+}
+
+// Waits until the staging buffer is free, and lists the tile that it gets.
+template <class SharedMemory>
+DEVICE void begin_storing(SharedMemory shared, const Tile& tile, int warpgroup, StoredTiles& stored) {
+    bool report = stored.done_counters && (tile.last || stored.listed == stored.kMost);
+    if (report)
+        stored.wait();
+    else if (stored.elected())
+        tma_store_wait_read();
+    warpgroup_barrier(warpgroup);
+    if (report) stored.report(shared, warpgroup);
+    stored.add(shared, warpgroup, tile);
 }
 
 template <int kColumns, class SharedMemory>
@@ -130,19 +159,8 @@ DEVICE void store_quantized(SharedMemory shared, const QuantizedRows& out, const
     activate_rows<kColumns>(out.activation, gate, up, value, amax);
     if (kShort) exchange(shared, warpgroup, first, buffer, amax);
     float scale[2] = {group_scale(amax[0]), group_scale(amax[1])};
-    if (threadIdx.x % 4 == 0 && !(kShort && warpgroup == 1)) {
-        float* scales = out.scales + i64(tile.column) * scale_pitch(out.m) + row + first;
-        if (first < rows) scales[0] = scale[0];
-        if (first + 8 < rows) scales[8] = scale[1];
-    }
-    bool report = stored.done_counters && (tile.last || stored.listed == stored.kMost);
-    if (report)
-        stored.wait();
-    else if (elected)
-        tma_store_wait_read();
-    warpgroup_barrier(warpgroup);  // the staging buffer is free
-    if (report) stored.report(shared, warpgroup);
-    stored.add(shared, warpgroup, tile);
+    if (threadIdx.x % 4 == 0 && !(kShort && warpgroup == 1)) store_scales(out, tile, row, rows, first, scale);
+    begin_storing(shared, tile, warpgroup, stored);
     stage_quantized(staging, first, scale, value);
     fence_proxy_async();
     warpgroup_barrier(warpgroup);  // the staging buffer is full

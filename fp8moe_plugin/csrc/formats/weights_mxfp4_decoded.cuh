@@ -25,14 +25,15 @@ struct WeightTile {
     DEVICE float scale_of_half(int half) const { return load_shared_float(shared.weight_scale(stage, half)); }
 };
 
-// How a warpgroup decodes a chunk, to one half of a tile's 256 rows. kPaired: these rows are 128 of the gate and 128 of
-// the up projection, and a chunk has 64 of each. A thread decodes 32 codes with the same exponent at once, so that they
-// share a table.
+constexpr int kPairedRows = 32;  // of the gate projection, in turn with as many of up: in a stage, not in a chunk
+
+// How a warpgroup decodes a chunk, to one half of a stage's 256 rows. kPaired: a chunk has 64 rows of the gate and 64
+// of the up projection, and kPairedRows of each take turns in the stage. A thread decodes 32 codes with the same
+// exponent at once, so that they share a table.
 template <bool kPaired>
 struct ChunkDecoder {
-    static constexpr int kUnits = 4;                 // of 32 codes
-    static constexpr int kCopies = kPaired ? 2 : 1;  // of consecutive rows that a warp writes
-    static constexpr int kRowsOfPart = kPaired ? 8 : 16, kSecondRow = kPaired ? 128 : 8;
+    static constexpr int kUnits = 4;  // of 32 codes
+    static constexpr int kRowsOfPart = kPaired ? 8 : 16, kSecondRow = kPaired ? kPairedRows : 8;
 
     u32 chunk;
     uint2 entries;  // of both rows that the thread decodes, a byte for each 32 channels
@@ -43,9 +44,9 @@ struct ChunkDecoder {
     DEVICE static u32 group() { return threadIdx.x / 16 % 2; }  // of 64 channels
     DEVICE static u32 warp() { return threadIdx.x % kWarpgroup / kWarp; }
 
-    // The first row in the tile of the warp's copy `i`.
-    DEVICE static u32 first_row(int half, int i) {
-        return half * (kPaired ? 64 : 128) + warp() * 2 * kRowsOfPart + i * kSecondRow;
+    // The first row in the stage that the warp writes.
+    DEVICE static u32 first_row(int half) {
+        return half * kChunkRows + (kPaired ? warp() / 2 * 2 * kPairedRows + warp() % 2 * 16 : warp() * 32);
     }
     // Unit: its 64 channels, then which 16 rows of the warp's 32.
     DEVICE uint4 codes(int unit) const {
@@ -72,7 +73,7 @@ struct ChunkDecoder {
    private:
     template <bool kLoadTables>
     DEVICE void write_units(u32 rows, int half, u32 tables) const {
-        const u32 to = (rows + (first_row(half, 0) + row() + second() * kSecondRow) * kRowOfTile) |
+        const u32 to = (rows + (first_row(half) + row() + second() * kSecondRow) * kRowOfTile) |
                        (group() * 2 ^ row()) * 16;  // swizzled
         uint4 next = first;
 #pragma unroll

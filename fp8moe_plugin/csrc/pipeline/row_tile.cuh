@@ -19,6 +19,7 @@ static_assert(kProducerRegisters + (kDecodedInStages ? kDecoderRegisters : 0) + 
               "the launch's registers per thread");
 // Decoders take the registers of tails.
 constexpr int kMostTailRows = kDecodedInStages ? 0 : kTailRows, kCut = kDecodedInStages ? kSharedTile : kBlockM;
+constexpr int kMostRows = kDecodedInStages ? kSharedTile : kBlockM + kMostTailRows;  // of a tile
 constexpr int kBlocksOfTile = kDecodedInStages ? 2 : 1;  // of a cluster, see shared_tiles.cuh
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
@@ -33,7 +34,7 @@ struct Operands {
 // Shared memory of a kernel with kStagingRows for its epilogue, and other areas of its own.
 template <int kHalves, int kStagingRows, class... Others>
 using RowTileStages = Stages<kAsManyAsFit, Tokens<kBlockM + kMostTailRows>, Weights<kHalves * kHalfN>,
-                             Staging<kStagingRows>, TokenScales<kBlockM + kMostTailRows + ActivationScales::kSlack>,
+                             Staging<kStagingRows>, TokenScales<kMostRows + ActivationScales::kSlack>,
                              WeightScales<kHalves>, TileOfStage<1>, Full<1>, Empty<1>, Others...>;
 
 // The stages of a K block. Tokens and weights share a stage; but with kKeepWeights a tile of the same weights as the

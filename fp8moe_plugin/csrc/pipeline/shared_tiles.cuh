@@ -1,5 +1,5 @@
-// The tiles of kernels that decode weights. Decoding takes longer than multiplying, so two blocks of a cluster share it
-// where both multiply the same weights.
+// The tiles of kernels that decode weights. Decoding 256 rows takes longer than multiplying them by 128 tokens, so the
+// two blocks of a cluster divide the weights where there are more tokens.
 #pragma once
 #include "device/decoding.cuh"
 #include "pipeline/producer.cuh"
@@ -18,34 +18,37 @@ struct TileRead : Once<kCount, 8, 8> {};  // in block 0
 
 DEVICE int rank_of_block() { return blockIdx.x % kBlocksOfTile; }
 
-// A tile of both blocks: up to 256 tokens by two columns. With more tokens than a block multiplies, or where there is
-// no second column, the blocks share the weights: each has half of the tokens of one column after the other. A single
-// token is computed by both, which store the same bytes. Otherwise each has all tokens of a column of its own.
+// A tile of both blocks: up to 256 tokens by two columns. With more than 128 tokens, or where there is no second
+// column, the blocks split the weights: of one column after the other each has one chunk of each step. Otherwise each
+// has both chunks of a column of its own. A block has all tokens in any case.
 struct OwnTiles {
-    bool shares;
+    bool split;
     int count;
     Tile tile;  // the first; the second one has the next column
 
     DEVICE OwnTiles(const Tile& both, int columns) : tile(both) {
-        const int width = min(columns - both.column * kColumnsOfTile, kColumnsOfTile), rank = rank_of_block();
-        shares = shares_weights(both, width);
-        count = shares ? width : 1;
-        tile.column = both.column * kColumnsOfTile + (shares ? 0 : rank);
-        if (!shares) return;
-        int half = ceil_div(both.rows, 2);
-        if (both.rows > kWarpgroupM) half = ceil_div(half, kWarpgroupM) * kWarpgroupM;
-        if (rank == 1) tile.row += min(half, both.rows - 1);
-        tile.rows = rank == 0 ? half : max(both.rows - half, 1);
+        tile.column *= kColumnsOfTile;
+        split = splits_weights(tile, columns);
+        count = split ? min(columns - tile.column, kColumnsOfTile) : 1;
+        if (!split) tile.column += rank_of_block();
     }
-    DEVICE static bool shares_weights(const Tile& both, int width) {
-        return both.rows > kBlockM || width < kColumnsOfTile;
+    // `tile`: a block's, in any of the columns that both have.
+    DEVICE static bool splits_weights(const Tile& tile, int columns) {
+        static_assert(kColumnsOfTile == 2, "the second column of two is odd");
+        return tile.rows > kBlockM || (tile.column | 1) >= columns;
     }
 };
 
 // The number of tiles of single blocks into which a kernel with `columns` columns divides the rows of `both`.
 DEVICE int tiles_of_rows(const Tile& both, int columns) {
-    return OwnTiles::shares_weights(both, kColumnsOfTile) ? kBlocksOfTile * columns
-                                                          : columns + columns % kColumnsOfTile;
+    return both.rows > kBlockM ? kBlocksOfTile * columns : columns + columns % kColumnsOfTile;
+}
+
+// Where a split tile's tokens behind the first 128 are in a stage: in place of the other block's chunk. `chunk`: this
+// block's.
+template <class SharedMemory>
+DEVICE u32 further_tokens(SharedMemory shared, int stage, int chunk, int row) {
+    return shared.weights(stage, (chunk ^ 1) * kHalfN + row - kBlockM);
 }
 
 // By one thread, before init_barriers.

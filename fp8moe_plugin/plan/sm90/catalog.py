@@ -170,7 +170,7 @@ def many_rows_threads(weights: WeightFormat) -> int:
 
 
 def cluster_of(key: KernelKey) -> int:
-    """Returns the blocks per cluster of a kernel for many rows: two where weights are decoded, which they share."""
+    """Returns the blocks per cluster of a kernel for many rows: two where weights are decoded, which they split."""
     return 2 if "DECODED" in dict(key.defines) else 1
 
 

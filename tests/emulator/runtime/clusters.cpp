@@ -10,7 +10,7 @@ u32 in_cluster(u32 address, u32 rank) {
     if (rank >= ctas.size()) fail("no CTA %u in a cluster of %zu", rank, ctas.size());
     return address | (rank + 1) << kRankShift;
 }
-Cta& cta_of(u32& address) {
+static Cta& cta_of(u32& address) {
     u32 rank = (address >> kRankShift) - 1;
     if (rank >= self()->cta->cluster->ctas.size()) fail("%08x is no address in a cluster", address);
     address &= (1u << kRankShift) - 1;

@@ -85,32 +85,6 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
     });
 }
 
-// To another CTA of the cluster. It reads some time before it writes.
-void bulk_copy_to_cta(u32 to, u32 from, u32 bytes, u32 barrier) {
-    step();
-    Cta &source = *self()->cta, &cta = cta_of(to);
-    if (&cta != &cta_of(barrier)) fail("a bulk copy's barrier is in another CTA than the copy");
-    if (to % 16 || from % 16 || bytes % 16) fail("bulk copy of %u bytes from %u to %u: not aligned", bytes, from, to);
-    shared_of(source, from, bytes);
-    shared_of(cta, to, bytes);
-    read_mbarrier(cta, barrier);
-    ++source.copies;
-    ++cta.copies;
-    later([=, &source, &cta, values = std::vector<u8>()]() mutable {
-        if (values.empty()) {
-            for (u32 at = 0; at < bytes; at += kChunk) check_fenced(source, from + at, "a bulk copy");
-            values.assign(source.shared + from, source.shared + from + bytes);
-            --source.copies;
-            return false;
-        }
-        memcpy(cta.shared + to, values.data(), bytes);
-        for (u32 at = 0; at < bytes; at += kChunk) clear_mark(cta, to + at);
-        --cta.copies;
-        update_mbarrier(cta, barrier, 0, -int(bytes));
-        return true;
-    });
-}
-
 // ---- stores: their chunks are read first, and written later ----
 
 struct Store {

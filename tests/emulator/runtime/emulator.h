@@ -90,7 +90,6 @@ void tma_load(u32 to, const void* map, Coordinates begin, u32 barrier);
 void tma_load_to_cluster(u32 to, const void* map, Coordinates begin, u32 barrier, u32 ranks);
 void tma_store(const void* map, Coordinates begin, u32 from);
 void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier);
-void bulk_copy_to_cta(u32 to, u32 from, u32 bytes, u32 barrier);
 void bulk_store_to_peer(void* to, u32 from, u32 bytes);
 void bulk_commit();
 void bulk_wait(bool reads_only);

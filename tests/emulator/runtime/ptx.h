@@ -198,10 +198,6 @@ inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(u32 t
                                                                            u32 barrier) {
     emu::bulk_load(to, from, bytes, barrier);
 }
-inline void cp_async_bulk_shared_cluster_shared_cta_mbarrier_complete_tx_bytes(u32 to, u32 from, u32 bytes,
-                                                                               u32 barrier) {
-    emu::bulk_copy_to_cta(to, from, bytes, barrier);
-}
 inline void cp_async_bulk_global_shared_cta_bulk_group(void* to, u32 from, u32 bytes) {
     emu::bulk_store_to_peer(to, from, bytes);
 }

@@ -197,8 +197,6 @@ constexpr u32 kCopies = 0;  // a writer, as warpgroups from 1 on are
 u8* shared_of(Cta& cta, u32 address, u32 bytes);
 void mark_unfenced(Cta& cta, u32 address, u32 bytes, u32 writer);
 void check_fenced(Cta& cta, u32 address, const char* reader);
-Cta& cta_of(u32& address);  // the CTA of an address in the cluster, which becomes one in that CTA
-
 void check_memory(const void* address, u64 bytes, const char* what);
 
 // ---- barriers.cpp ----
