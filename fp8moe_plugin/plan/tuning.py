@@ -21,7 +21,7 @@ BATCHED_FEW_ROWS = 28
 # for many rows decode a tile of weights once for up to 256 rows. Of batched experts, the rows that the caller expects.
 # Measured: the latter take 1.01 to 1.06 of the time of the former in layers of four shapes with 59 and 60 rows per
 # expert, of gpt-oss 0.98; with 64 and 66 0.93 to 1.01, with 72 and 78 0.85 to 0.93 ([128]).
-# Measure again: as the latter have changed ([141]), and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
+# Measure again: as the latter have changed ([141], [146]), with `MXFP4_ROWS_PER_EXPERT`; on an H100; batched experts.
 PACKED_FEW_ROWS_PER_EXPERT = 60
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
