@@ -5,8 +5,8 @@
 // The GEMM is the same as in grouped_gemm.cu. The two halves of a tile are 128 channels of the gate projection and the
 // same 128 channels of the up projection, so that each scale is computed within one warpgroup.
 //
-// DECODED: weights are packed, and decoded in shared memory, see decode_row_tile.cuh. Tiles have no tail then, and
-// thread blocks form clusters of two.
+// DECODED: weights are packed, and decoded in shared memory, see decode_row_tile.cuh. Tiles have no tail then, thread
+// blocks form clusters of two, and these or their warpgroups may divide a group of channels, see swiglu_chunks.cuh.
 //
 // In:   a_map, a_narrow_map  boxes of 64 rows of A, and of 16;    b_map  boxes of 128 rows of weights, or their chunks
 //       a_scales  float32, (row, k block) at row + k * a_scale_k_stride;    b_scales  [experts, N / 128, K / 128]
