@@ -8,7 +8,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
 from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import Steps, further_steps, steps_of, write_down, write_half
-from fp8moe_plugin.ops.pack_mxfp4 import PARTS
+from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
 from tests.helpers import Layer
 
 BIAS = 127
@@ -39,17 +39,28 @@ class Projection(NamedTuple):
     exponents: torch.Tensor  # uint8 [N, K/32]
 
 
-def random_projection(gen: torch.Generator, n: int, k: int, span: int) -> Projection:
+def pack_close(
+    weight: torch.Tensor, scales: torch.Tensor, shard_id: str, codes: torch.Tensor, exponents: torch.Tensor
+) -> None:
+    """Pack projections whose exponents differ by at most `SPAN`; they may be on a GPU."""
+    largest = int(exponents.view(torch.uint8).max()) if exponents.numel() else 0
+    pack_mxfp4(weight, scales, shard_id, codes, exponents, largest)
+
+
+def random_projection(gen: torch.Generator, n: int, k: int, span: int, apart: int = 2) -> Projection:
     """Exponents of a block differ by at most `span`, those of its rows by 3; the largest weights are about K^-0.5.
 
-    The largest of a block may be up to 4 times smaller. The first of several blocks of rows has no further steps.
+    The largest exponents of blocks differ by at most `apart`. Those of a row block differ by at most `SPAN` unless
+    either is more. The first of several row blocks has no further steps.
     """
     of_rows = torch.randint(max(span - 3, 0) + 1, (n, 1), generator=gen)
     if n > 128:
-        of_rows[:128] %= SPAN - 3
+        of_rows[:128] %= SPAN - 3 - min(apart, 2)
     below = of_rows + torch.randint(min(span, 3) + 1, (n, k // 32), generator=gen)
-    of_blocks = torch.randint(3, (-(-n // 128), -(-k // 128)), generator=gen)
+    of_blocks = torch.randint(apart + 1, (-(-n // 128), -(-k // 128)), generator=gen)
     below += of_blocks.repeat_interleave(128, 0)[:n].repeat_interleave(4, 1)[:, : k // 32]
+    if max(span, apart) <= SPAN:
+        below.clamp_(max=SPAN)
     exponents = (BIAS - k.bit_length() // 2 - 1 - below).to(torch.uint8)
     return Projection(torch.randint(256, (n, k // 2), generator=gen, dtype=torch.uint8), exponents)
 
@@ -105,9 +116,11 @@ class Experts(NamedTuple):
         return Layer(*w13, *w2)
 
 
-def random_experts(gen: torch.Generator, experts: int, hidden: int, intermediate: int, span: int) -> Experts:
+def random_experts(
+    gen: torch.Generator, experts: int, hidden: int, intermediate: int, span: int, apart: int = 2
+) -> Experts:
     sizes = (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)
-    return Experts([tuple(random_projection(gen, *size, span) for size in sizes) for _ in range(experts)])
+    return Experts([tuple(random_projection(gen, *size, span, apart) for size in sizes) for _ in range(experts)])
 
 
 def _recoded(projection: Projection) -> tuple[torch.Tensor, torch.Tensor]:

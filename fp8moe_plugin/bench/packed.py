@@ -41,12 +41,12 @@ def in_block_fp8(weights: ExpertWeights) -> ExpertWeights:
 
 def packed(weights: ExpertWeights) -> ExpertWeights:
     """Returns the same weights in the order of our kernels. No block needs further steps."""
-    codes = weights.w2[0]
-    experts, hidden, columns = codes.shape
-    with codes.device:
+    experts, hidden, columns = weights.w2[0].shape
+    with weights.w2[0].device:
         tensors = expert_tensors(PACKED_MXFP4, experts, hidden, 2 * columns)
     found = ExpertWeights.of(*tensors.values())
     gates, ups = zip(*(tensor.chunk(2, 1) for tensor in weights.w13), strict=True)
     for shard_id, to, both in (("w1", found.w13, gates), ("w3", found.w13, ups), ("w2", found.w2, weights.w2)):
-        pack_mxfp4(*to, shard_id, *(tensor.flatten(0, 1) for tensor in both))
+        codes, exponents = (tensor.flatten(0, 1) for tensor in both)
+        pack_mxfp4(*to, shard_id, codes, exponents, int(exponents.max()))
     return found

@@ -1,7 +1,7 @@
 // Packs projections in MXFP4 for the GEMMs; fp8moe_plugin/ops/mxfp4.py has the layouts, and the same in plain torch.
 //
 // In:   codes      uint8 [E, rows, 16 * groups], as in the checkpoint
-//       exponents  uint8 [E, rows, groups], one for 32 channels; those of a projection differ by at most 14
+//       exponents  uint8 [E, rows, groups], one for 32 channels; at most `largest`, and at most 14 less
 // Out:  chunks     [E, row_blocks, steps, parts, kChunkBytes] for steps = k_blocks + further
 //       scales     float32 [E, parts, row_blocks, steps + further]
 //
@@ -16,7 +16,6 @@ constexpr int kGroups = 2;  // of 32 channels, that a thread packs
 constexpr int kGroupsOfChunk = 4;
 constexpr int kLargestQ = kFp4Tables - 1;
 constexpr int kLargestExponent = 6;  // LARGEST_EXPONENT of fp8moe_plugin/ops/fp4_blocks.py
-constexpr int kWarps = THREADS / kWarp;
 static_assert(THREADS * kGroups == kChunkRows * kGroupsOfChunk, "a thread block packs a chunk");
 
 // Signs of four codes: bits 3, 7, 11 and 15, moved to bit 0 of each byte.
@@ -40,8 +39,7 @@ DEVICE u32 base_bits(int exponent) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     pack_mxfp4(const uint4* __restrict__ codes, const u8* __restrict__ exponents, u8* __restrict__ chunks,
                u32* __restrict__ scales, int rows, int groups, int row_blocks, int k_blocks, int further, int parts,
-               int part) {
-    __shared__ u32 largest_of_warp[kWarps];
+               int part, int largest) {
     const int steps = k_blocks + further;
     const int expert = blockIdx.y, row_block = blockIdx.x / steps, step = blockIdx.x % steps;
     const int row = threadIdx.x / kGroups, pair = threadIdx.x % kGroups;
@@ -61,14 +59,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             exponent[i] = exponents[at];
         }
     }
-
-    // Find the block's largest exponent.
-    const u32 of_warp = __reduce_max_sync(kAllLanes, max(exponent[0], exponent[1]));
-    if (lane_of_warp() == 0) largest_of_warp[threadIdx.x / kWarp] = of_warp;
-    __syncthreads();
-    int largest = 0;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) largest = max(largest, int(largest_of_warp[warp]));
 
     // Store codes and exponents. A slab has 64 rows, of w13 half of them gate and half up.
     const i64 block = (i64(expert) * row_blocks + row_block) * steps + step;

@@ -21,7 +21,7 @@ from fp8moe_plugin.layers.loading import checked_bias
 from fp8moe_plugin.layers.pack import Share, pack
 from fp8moe_plugin.layers.parameters import is_bias, stored_tensor_format
 from fp8moe_plugin.layers.recode import Halves, block_fp8, check_exponents, copies_early, on_one_thread, to_device
-from fp8moe_plugin.ops.fp4_blocks import CODES, EXPONENTS, SPAN, Fp4Blocks
+from fp8moe_plugin.ops.fp4_blocks import CODES, EXPONENTS, SPAN, Fp4Blocks, Range
 from fp8moe_plugin.ops.mxfp4 import steps_of
 from fp8moe_plugin.ops.pack_mxfp4 import pack_mxfp4, write
 
@@ -129,7 +129,7 @@ class Target(NamedTuple):
 
     def _recode(self, codes: torch.Tensor, exponents: torch.Tensor) -> None:
         for batch in self._batches(codes, exponents):
-            found = [block_fp8(batch.name, *both, batch.most) for both in batch.projections]
+            found = [block_fp8(batch.name, *both, batch.exponents.span) for both in batch.projections]
             for row, tensors in enumerate(found):
                 for parameter, tensor in zip((self.weight, self.scales), tensors, strict=True):
                     own = parameter.data[batch.experts].chunk(len(found), 1)[row]
@@ -139,15 +139,15 @@ class Target(NamedTuple):
         """Returns the first of the experts that are left, if their blocks may take further steps."""
         for batch in self._batches(codes, exponents):
             own = self.weight.data[batch.experts], self.scales.data[batch.experts]
-            if batch.most <= SPAN:
+            if batch.exponents.span <= SPAN:
                 for shard, both in zip(SHARDS[self.part], batch.projections, strict=True):
-                    pack_mxfp4(*own, shard, *both)
+                    pack_mxfp4(*own, shard, *both, batch.exponents.highest)
                 continue
-            blocks = [Fp4Blocks.of(*both, batch.most) for both in batch.projections]
-            if max(each.span for each in blocks) > SPAN:
+            steps = [steps_of(Fp4Blocks.of(*both)) for both in batch.projections]
+            if any(each.extra for each in steps):
                 return int(batch.experts.start)
-            for shard, each in zip(SHARDS[self.part], blocks, strict=True):
-                write(*own, shard, steps_of(each))
+            for shard, each in zip(SHARDS[self.part], steps, strict=True):
+                write(*own, shard, each)
         return None
 
     def _pack_one_by_one(self, first: int, codes: list[torch.Tensor], exponents: torch.Tensor) -> None:
@@ -177,11 +177,11 @@ class Target(NamedTuple):
         for first in range(0, len(codes), count):
             here = slice(first, min(first + count, len(codes)))
             name = f"{self.layer} ({self.part} of local experts {first} to {here.stop - 1})"
-            most = check_exponents(name, exponents[here])
+            found = check_exponents(name, exponents[here])
             both = codes[here], to_device(exponents[here], codes.device)
             halves = ([half[:, row::shards] for half in both] for row in range(shards))
             projections = [(padded(own, CODES), padded(its, EXPONENTS)) for own, its in halves]
-            yield Batch(name, here, most, projections)
+            yield Batch(name, here, found, projections)
 
 
 class Batch(NamedTuple):
@@ -189,5 +189,5 @@ class Batch(NamedTuple):
 
     name: str
     experts: slice
-    most: int  # by how much their exponents differ at most
+    exponents: Range
     projections: list[tuple[torch.Tensor, torch.Tensor]]  # codes and exponents of all of them, as one weight

@@ -73,13 +73,13 @@ def pack(
         UnsupportedError: the projection has further steps, and ranks exchange experts.
     """
     codes, exponents = both
-    most = check_exponents(name, exponents)
+    found = check_exponents(name, exponents)
     exponents = to_device(exponents, codes.device)
-    if most <= SPAN:
+    if found.span <= SPAN:
         for slot in slots:
-            pack_mxfp4(*_expert(parameters, slot), shard_id, codes, exponents)
+            pack_mxfp4(*_expert(parameters, slot), shard_id, codes, exponents, found.highest)
         return
-    steps = steps_of(padded_blocks(*_expert(parameters, 0), shard_id, codes, exponents, most))
+    steps = steps_of(padded_blocks(*_expert(parameters, 0), shard_id, codes, exponents))
     _make_room(name, parameters, shard_id, steps.extra, running=running, balanced=balanced)
     for slot in slots:
         write(*_expert(parameters, slot), shard_id, steps)
@@ -105,7 +105,7 @@ def _make_room(
     further, room = extra * parts, further_steps(*parameters)
     if further and balanced:
         raise UnsupportedError(
-            f"{name}: the exponents of a block differ by more than expert load balancing can serve. Restart "
+            f"{name}: the exponents of 128 rows differ by more than expert load balancing can serve. Restart "
             "without --enable-eplb, or with FP8MOE_FP4_EXPERTS=fp8."
         )
     if running:
@@ -129,7 +129,7 @@ def grow(name: str, weight: torch.Tensor, scales: torch.Tensor, gate_up: bool, f
     Their values wait on the host, so a GPU never holds more than the result.
     """
     logger.info(
-        "%s: exponents of a 128x128 block differ by more than %d, so the weights of this layer take %d steps of K more",
+        "%s: exponents of 128 rows differ by more than %d, so the weights of this layer take %d steps of K more",
         *(name, SPAN, further),
     )
     parameters = weight, scales

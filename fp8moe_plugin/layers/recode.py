@@ -23,7 +23,7 @@ from fp8moe_plugin.layers.arrivals import and_others
 from fp8moe_plugin.layers.parameters import empty_pair
 from fp8moe_plugin.layers.weights import LARGEST_SCALE, check_scale_values
 from fp8moe_plugin.ops.checks import FP8
-from fp8moe_plugin.ops.fp4_blocks import E2M1, EXPONENTS, LARGEST_EXPONENT, SPAN, Fp4Blocks, bases
+from fp8moe_plugin.ops.fp4_blocks import E2M1, EXPONENTS, LARGEST_EXPONENT, SPAN, BelowLargest, Fp4Blocks, Range, bases
 from fp8moe_plugin.ops.tables import table
 
 Arguments = ParamSpec("Arguments")
@@ -73,26 +73,27 @@ def block_fp8(
     n, k = codes.shape[0], 2 * codes.shape[1]
     if not codes.numel():  # of a rank without channels
         return empty_pair(FP8_BLOCK, n, k, codes.device)
-    most = check_exponents(name, exponents) if most is None else most
-    blocks = Fp4Blocks.of(codes, to_device(exponents, codes.device), most)
-    if blocks.span > SPAN:
-        spans = blocks.below.amax((1, 3))
+    most = check_exponents(name, exponents).span if most is None else most
+    blocks = Fp4Blocks.of(codes, to_device(exponents, codes.device))
+    below, largest, span = BelowLargest.of(blocks, most)
+    if span > SPAN:
+        spans = below.amax((1, 3))
         raise UnsupportedError(
             f"{name}: in {int((spans > SPAN).sum())} of {spans.numel()} {GROUP}x{GROUP} blocks the exponents differ by "
-            f"more than {SPAN}, by up to {blocks.span}, so that block FP8 does not represent them exactly. Unset "
+            f"more than {SPAN}, by up to {span}, so that block FP8 does not represent them exactly. Unset "
             "FP8MOE_FP4_EXPERTS: the experts then stay in MXFP4."
         )
     # int32, which index_select takes as it is
-    index = torch.add(blocks.codes.unflatten(-1, (EXPONENTS, -1)), blocks.below.int()[..., None], alpha=256)
+    index = torch.add(blocks.codes.unflatten(-1, (EXPONENTS, -1)), below.int()[..., None], alpha=256)
     q = _pairs(codes.device).index_select(0, index.flatten()).view(FP8).view(GROUP * len(index), -1)
-    return q[:n, :k].contiguous(), bases(blocks.largest)
+    return q[:n, :k].contiguous(), bases(largest)
 
 
 @on_one_thread
-def check_exponents(name: str, exponents: torch.Tensor) -> int:
-    """Returns by how much the exponents of a weight differ at most, also of codes that are all zero.
+def check_exponents(name: str, exponents: torch.Tensor) -> Range:
+    """Returns the least and the largest exponent of a weight, also of codes that are all zero.
 
-    This is found where they are: on the host if the engine has read them from a file, so nothing waits for the GPU.
+    They are found where they are: on the host if the engine has read them from a file, so nothing waits for the GPU.
 
     Args:
         name: the weight's name, for messages.
@@ -100,11 +101,11 @@ def check_exponents(name: str, exponents: torch.Tensor) -> int:
         CheckpointError: an exponent is NaN or too large.
     """
     if not exponents.numel():  # of a rank without channels
-        return 0
+        return Range(0, 0)
     lowest, highest = torch.stack(exponents.view(torch.uint8).aminmax()).tolist()
     if highest > HIGHEST_EXPONENT:
         check_scale_values(f"the scales of {name}", exponents.view(torch.float8_e8m0fnu))
-    return int(highest - lowest)
+    return Range(lowest, highest)
 
 
 @on_one_thread

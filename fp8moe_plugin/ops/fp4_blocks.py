@@ -1,4 +1,4 @@
-"""The 128x128 blocks of a weight in MXFP4, and by how much the exponents of each differ.
+"""The 128x128 blocks of a weight in MXFP4, and by how much its exponents differ.
 
 Groups of 32 channels whose codes are all zero have no exponent: theirs may be any number.
 """
@@ -17,7 +17,18 @@ CODES, EXPONENTS = GROUP // MXFP4.weight.block[1], GROUP // MXFP4.scales.block[1
 MAGNITUDES = 0x77  # bits of two codes without their signs
 WORD = 8  # bytes of codes that are compared with zero at once
 WORDS = CODES // EXPONENTS // WORD  # of a group
-UNKNOWN = 255  # no exponents differ by more
+
+
+class Range(NamedTuple):
+    """The least and the largest exponent of a weight, also of codes that are all zero."""
+
+    lowest: int
+    highest: int
+
+    @property
+    def span(self) -> int:
+        """By how much they differ at most."""
+        return self.highest - self.lowest
 
 
 class Fp4Blocks(NamedTuple):
@@ -25,31 +36,44 @@ class Fp4Blocks(NamedTuple):
 
     codes: torch.Tensor  # uint8 [row blocks, 128, K blocks, 64]
     exponent: torch.Tensor  # uint8 [row blocks, 128, K blocks, 4]
-    below: torch.Tensor  # uint8, likewise: the largest exponent of the block minus the group's; any for groups of zeros
-    largest: torch.Tensor  # uint8 [row blocks, K blocks]
-    span: int  # the largest of `below`, or a number up to `SPAN` that is not less
 
     @classmethod
-    def of(cls, codes: torch.Tensor, exponents: torch.Tensor, most: int = UNKNOWN) -> "Fp4Blocks":
-        """Divides a weight into blocks. It waits for the device if `most` is more than `SPAN`.
-
-        Only then does it look for groups of zeros. Otherwise their exponents count, as they are close to the others.
+    def of(cls, codes: torch.Tensor, exponents: torch.Tensor) -> "Fp4Blocks":
+        """Divides a weight into blocks.
 
         Args:
             codes: uint8 `[N, K/2]`.
             exponents: `[N, K/32]`, uint8 or E8M0.
-            most: by how much they differ at most.
         """
-        packed, exponent = _blocks(codes, CODES), _blocks(exponents.view(torch.uint8), EXPONENTS)
+        return cls(_blocks(codes, CODES), _blocks(exponents.view(torch.uint8), EXPONENTS))
+
+
+class BelowLargest(NamedTuple):
+    """The exponents of each block below its largest one."""
+
+    below: torch.Tensor  # uint8 [row blocks, 128, K blocks, 4]; any for groups of zeros
+    largest: torch.Tensor  # uint8 [row blocks, K blocks]
+    span: int  # the largest of `below`, or a number up to `SPAN` that is not less
+
+    @classmethod
+    def of(cls, blocks: Fp4Blocks, most: int) -> "BelowLargest":
+        """Finds the largest exponents. It waits for the device if `most` is more than `SPAN`.
+
+        Only then does it look for groups of zeros. Otherwise their exponents count, as they are close to the others.
+
+        Args:
+            most: by how much the exponents differ at most.
+        """
+        exponent = blocks.exponent
         if most <= SPAN:
             largest, span = exponent.amax((1, 3), keepdim=True), most
             below = (largest - exponent).clamp_(max=SPAN)  # zeros at the edges are further below
         else:
-            counted = nonzero_groups(packed)
+            counted = nonzero_groups(blocks.codes)
             largest = (exponent * counted).amax((1, 3), keepdim=True)
             below = (largest - exponent) * counted
             span = int(below.max())
-        return cls(packed, exponent, below, largest[:, 0, :, 0], span)
+        return cls(below, largest[:, 0, :, 0], span)
 
 
 def nonzero_groups(codes: torch.Tensor) -> torch.Tensor:

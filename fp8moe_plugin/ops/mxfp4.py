@@ -2,11 +2,14 @@
 
 A *step* is 128 channels of K of 128 rows of weights: a chunk of `CHUNK_BYTES` and a float32 base. A weight is a code
 times 2^(q - `LARGEST_Q`) times 2^`LARGEST_EXPONENT` times the base, with one q of 0 to 14 for each row and 32 channels.
-e4m3 represents the first three exactly, so nothing is ever rounded. The base is the scale that block FP8 would have.
+e4m3 represents the first three exactly, so nothing is ever rounded.
 
-The exponents of a block may span more than `SPAN`. Such a block has further steps, each with a base of its own, in
-which the codes of other groups are zero. They follow the regular steps. All row blocks of a tensor have room for the
-same number of them, so an expert's part of a tensor has one size, and engines may move it as they move any other.
+In a tensor without room for further steps, all steps of a row block have the same base, so that a kernel may multiply
+sums by it in place of products. Where the exponents of a row block span more than `SPAN`, each step has a base of its
+own, and the tensor has room for at least one further step. If those of a block of 128x128 do, the block has further
+steps, in which the codes of other groups are zero. They follow the regular steps. All row blocks of a tensor have room
+for the same number of them, so an expert's part of a tensor has one size, and engines may move it as they move any
+other.
 
 The layouts of an expert's tensors, for K of `k_blocks` blocks with room for `extra` further steps:
 
@@ -60,14 +63,23 @@ class Steps(NamedTuple):
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 
-def steps_of(blocks: Fp4Blocks) -> Steps:
-    """Divides a weight into steps."""
-    packed, exponent, below = (tensor.transpose(1, 2) for tensor in (blocks.codes, blocks.exponent, blocks.below))
+def steps_of(blocks: Fp4Blocks, largest: int | None = None) -> Steps:
+    """Divides a weight into steps. It waits for the device unless `largest` is given.
+
+    Args:
+        largest: a number that no exponent exceeds or is more than `SPAN` below.
+    """
+    packed, exponent = (tensor.transpose(1, 2) for tensor in blocks)
     rows, k_blocks = packed.shape[:2]
-    if blocks.span <= SPAN:
-        base = bases(blocks.largest)
+    if largest is not None:
+        below = (largest - exponent).clamp_(max=SPAN)  # zeros at the edges are further below
+        base = bases(exponent.new_full((rows, k_blocks), largest))
         return Steps(packed, below, base, base.new_empty(rows, 0))
     nonzero = nonzero_groups(blocks.codes).transpose(1, 2)
+    of_row_blocks = _step(packed, exponent, nonzero, torch.ones_like(nonzero), (1, 2, 3))
+    if of_row_blocks.taken.all():
+        codes, below, base, _ = of_row_blocks
+        return Steps(codes, below, base.expand(rows, k_blocks), base.new_empty(rows, 0))
     first = _step(packed, exponent, nonzero, torch.ones_like(nonzero))
     left = ~first.taken
     used, further = torch.zeros(rows, dtype=torch.int64, device=packed.device), []
@@ -79,7 +91,7 @@ def steps_of(blocks: Fp4Blocks) -> Steps:
         further.append((row, slot, k_block, step))
         used += count
         left = left & ~step.taken
-    extra = int(used.max())
+    extra = max(1, int(used.max()))
     padding = (0, 0, 0, 0, 0, extra)
     result = Steps(
         torch.nn.functional.pad(first.codes, padding),
@@ -101,9 +113,19 @@ class _Step(NamedTuple):
     taken: torch.Tensor  # groups that are in it
 
 
-def _step(codes: torch.Tensor, exponent: torch.Tensor, nonzero: torch.Tensor, left: torch.Tensor) -> _Step:
-    """Returns a step of each block. It takes those of the groups left that are zero or whose exponents fit."""
-    largest = torch.where(left & nonzero, exponent, 0).amax((2, 3), keepdim=True).int()
+def _step(
+    codes: torch.Tensor,
+    exponent: torch.Tensor,
+    nonzero: torch.Tensor,
+    left: torch.Tensor,
+    block: tuple[int, ...] = (2, 3),
+) -> _Step:
+    """Returns a step of each block. It takes those of the groups left that are zero or whose exponents fit.
+
+    Args:
+        block: dimensions whose groups have the same base.
+    """
+    largest = torch.where(left & nonzero, exponent, 0).amax(block, keepdim=True).int()
     below = largest - exponent
     taken = left & (~nonzero | (below <= SPAN))
     codes = torch.where(taken.repeat_interleave(CODES // EXPONENTS, -1), codes, 0)

@@ -157,7 +157,7 @@ PARAMETERS = {
     ),
     "pack_mxfp4": _signature(
         "pointer codes, pointer exponents, pointer chunks, pointer scales, int rows, int groups, int row_blocks, "
-        "int k_blocks, int further, int parts, int part"
+        "int k_blocks, int further, int parts, int part, int largest"
     ),
     "paged_mqa_logits": _signature(
         "map q_map, map kv_map, pointer kv, int page_stride, pointer weights, int weights_pitch, "

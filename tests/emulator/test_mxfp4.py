@@ -103,10 +103,11 @@ def check_bits(
     fp8_tile: RowTile,
     packed_tile: RowTile,
     copies: bool | None = None,
+    apart: int = 2,
 ) -> StepPlan:
     """Returns the step of the packed layer."""
     tokens, hidden, intermediate = shape
-    gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, span)
+    gen, experts = h.seeded(seed, CPU), random_experts(h.seeded(seed, CPU), 3, hidden, intermediate, span, apart)
     x, routing = h.random_tokens(gen, tokens, hidden), h.random_routing(gen, "distinct", tokens, 2, 3)
     packed, fp8 = experts.packed(), experts.in_fp8()
     h.force_step(monkeypatch, tile=fp8_tile)
@@ -116,6 +117,16 @@ def check_bits(
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True)) <= MOST_ERROR
     (step,) = taken
     return step
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((3, 256, 384), FEW_ROWS), ((90, 384, 256), FEW_ROWS), ((90, 384, 256), SHARED)]
+)
+def test_blocks_that_are_far_apart_have_the_bits_of_block_fp8(
+    emulator: Device, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], tile: RowTile
+) -> None:
+    fp8_tile = FEW_ROWS if tile is FEW_ROWS else MANY_ROWS
+    check_bits(emulator, monkeypatch, shape, SPAN, 1, fp8_tile, tile, apart=2 * SPAN)
 
 
 @pytest.mark.parametrize(

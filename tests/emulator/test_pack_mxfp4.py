@@ -8,10 +8,10 @@ import torch
 from fp8moe_plugin.formats.weight_format import Role
 from fp8moe_plugin.layers.pack import Share, pack, part_of_rank
 from fp8moe_plugin.ops.fp4_blocks import SPAN
-from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
+from fp8moe_plugin.ops.pack_mxfp4 import PARTS
 from tests import helpers as h
 from tests.emulator.device import Device
-from tests.mxfp4 import CLOSE_EXPONENTS, PACKED_SIZES, garbage, random_projections
+from tests.mxfp4 import CLOSE_EXPONENTS, PACKED_SIZES, garbage, pack_close, random_projections
 
 CPU = torch.device("cpu")
 seeds = pytest.mark.parametrize("seed", [1, 2])
@@ -21,8 +21,8 @@ def assert_packed(
     emulator: Device, seed: int, given: tuple[torch.Tensor, torch.Tensor], to: list[torch.Tensor], shard_id: str
 ) -> None:
     wanted = [tensor.clone() for tensor in to]
-    pack_mxfp4(*wanted, shard_id, *given)
-    emulator.execute(seed, lambda: pack_mxfp4(*to, shard_id, *given))
+    pack_close(*wanted, shard_id, *given)
+    emulator.execute(seed, lambda: pack_close(*to, shard_id, *given))
     assert all(h.same_bits(tensor, its) for tensor, its in zip(to, wanted, strict=True))
 
 

@@ -19,7 +19,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.spec import FORMATS
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.ops.fp4_blocks import SPAN
-from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
+from fp8moe_plugin.ops.pack_mxfp4 import PARTS
 from fp8moe_plugin.ops.quantize import quantize_tokens
 from fp8moe_plugin.plan.sm90.catalog import (
     DENSE_CLUSTER_TILE_N,
@@ -33,7 +33,7 @@ from fp8moe_plugin.plan.tuning import GATHER_UP_TO, LONG_K, QUANTIZE_FEW_TOKENS
 from tests import helpers as h
 from tests import indexer
 from tests.k_grouped import gradients
-from tests.mxfp4 import garbage, random_experts, random_projections
+from tests.mxfp4 import garbage, pack_close, random_experts, random_projections
 from tests.steps import route, route_reference
 
 DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -165,8 +165,8 @@ def check_pack_mxfp4(gen: torch.Generator, rows: int) -> None:
         given = random_projections(on_cpu, 2, rows, 160, "random")
         wanted = garbage(2, shard_id, (2, 2), further)
         to = [tensor.to(DEVICE) for tensor in wanted]
-        pack_mxfp4(*wanted, shard_id, *given)
-        pack_mxfp4(*to, shard_id, *(half.to(DEVICE) for half in given))
+        pack_close(*wanted, shard_id, *given)
+        pack_close(*to, shard_id, *(half.to(DEVICE) for half in given))
         assert all(h.same_bits(tensor.cpu(), its) for tensor, its in zip(to, wanted, strict=True))
 
 

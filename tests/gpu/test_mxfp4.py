@@ -15,11 +15,11 @@ from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.layers.pack import pack
 from fp8moe_plugin.ops import batched_experts, fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
-from fp8moe_plugin.ops.pack_mxfp4 import PARTS, pack_mxfp4
+from fp8moe_plugin.ops.pack_mxfp4 import PARTS
 from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED, RowTile
 from fp8moe_plugin.testing import captured, invariance
 from tests import helpers as h
-from tests.mxfp4 import CLOSE_EXPONENTS, PACKED_SIZES, Experts, garbage, random_experts, random_projections
+from tests.mxfp4 import CLOSE_EXPONENTS, PACKED_SIZES, Experts, garbage, pack_close, random_experts, random_projections
 
 pytestmark = pytest.mark.gpu
 
@@ -139,8 +139,8 @@ def test_experts_are_packed_as_on_a_cpu(
     given = random_projections(h.seeded(further, CPU), 2, *sizes, exponents)
     wanted = garbage(2, shard_id, blocks, further)
     to = [tensor.cuda() for tensor in wanted]
-    pack_mxfp4(*wanted, shard_id, *given)
-    pack_mxfp4(*to, shard_id, *(half.cuda() for half in given))
+    pack_close(*wanted, shard_id, *given)
+    pack_close(*to, shard_id, *(half.cuda() for half in given))
     assert all(h.same_bits(tensor.cpu(), its) for tensor, its in zip(to, wanted, strict=True))
 
 

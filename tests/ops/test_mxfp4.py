@@ -6,7 +6,7 @@ import torch
 from fp8moe_plugin.formats.mxfp4 import CHUNK_BYTES, PACKED_MXFP4
 from fp8moe_plugin.layers.recode import block_fp8
 from fp8moe_plugin.ops import torch_ops
-from fp8moe_plugin.ops.fp4_blocks import SPAN, Fp4Blocks
+from fp8moe_plugin.ops.fp4_blocks import LARGEST_EXPONENT, SPAN, BelowLargest, Fp4Blocks
 from fp8moe_plugin.ops.mxfp4 import (
     codes_of,
     dequantize,
@@ -57,10 +57,24 @@ def test_each_code_with_each_exponent_is_exact(largest):
 
 
 @pytest.mark.parametrize(("n", "k", "span"), [(128, 128, 0), (256, 512, 6), (384, 256, SPAN)])
-def test_codes_and_bases_are_those_of_block_fp8(n, k, span):
+def test_steps_of_a_row_block_have_one_base(n, k, span):
     codes, exponents = weight(seeded(n, CPU), n, k, span)
+    exponents[128:] -= 3 * SPAN  # the next rows
     steps = steps_of(Fp4Blocks.of(codes, exponents))
-    assert torch.equal(steps.base, block_fp8("w", codes, exponents.view(torch.float8_e8m0fnu))[1])
+    assert steps.extra == 0
+    largest = exponents.view(n // 128, -1).amax(1, keepdim=True).expand(-1, k // 128)
+    assert torch.equal(steps.base, torch.exp2(largest.float() - 127 - LARGEST_EXPONENT))
+    assert torch.equal(down_and_up_again(codes, exponents)[0], dequantized(codes, exponents))
+
+
+@pytest.mark.parametrize("apart", [SPAN + 1, 80])
+def test_blocks_that_are_far_apart_have_bases_of_their_own(apart):
+    """And room for a further step, by which kernels see it."""
+    codes, exponents = weight(seeded(0, CPU), 256, 384, 3)
+    exponents[128:, 128 // 32 : 256 // 32] -= apart
+    steps = steps_of(Fp4Blocks.of(codes, exponents))
+    assert steps.extra == 1
+    assert torch.equal(steps.base[:, :3], block_fp8("w", codes, exponents.view(torch.float8_e8m0fnu))[1])
     assert torch.equal(down_and_up_again(codes, exponents)[0], dequantized(codes, exponents))
 
 
@@ -100,10 +114,11 @@ def test_groups_of_zeros_count_while_no_exponent_is_far_off():
     """Those of the edges have none, and stay valid."""
     codes, exponents = weight(seeded(0, CPU), 192, 320, SPAN - 1)
     codes[:, 16:32], exponents[:, 1] = ZERO, 161
-    blocks = Fp4Blocks.of(codes, exponents, SPAN)
-    assert (blocks.largest[0] == torch.tensor([161, *blocks.exponent[:128, :, 1:].amax((0, 1, 3))])).all()
-    assert int(blocks.below.max()) == SPAN
-    steps, expert = steps_of(blocks), empty(256, 384)
+    blocks = Fp4Blocks.of(codes, exponents)
+    found = BelowLargest.of(blocks, SPAN)
+    assert (found.largest[0] == torch.tensor([161, *blocks.exponent[0, :, 1:].amax((0, 2))])).all()
+    assert int(found.below.max()) == SPAN
+    steps, expert = steps_of(blocks, 161), empty(256, 384)
     write_down(*expert, steps)
     assert torch.equal(dequantize(*expert, gate_up=False).double()[:192, :320], dequantized(codes, exponents))
 

@@ -14,6 +14,7 @@ def pack_mxfp4_launch(
     blocks: tuple[int, int],
     further: int,
     part: tuple[int, int],
+    largest: int,
 ) -> Launch:
     """Returns the launch that writes a projection of each expert to the tensors of w2 or w13.
 
@@ -22,6 +23,7 @@ def pack_mxfp4_launch(
         blocks: blocks of 128 rows of a projection and of 128 channels of K in the tensors.
         further: further steps of the tensors.
         part: the projection's number among those that share the tensors, and how many do.
+        largest: exponent of all projections.
     """
     key, (rows, groups), (row_blocks, k_blocks) = pack_mxfp4_key(), given, blocks
     args = key.arguments(
@@ -36,5 +38,6 @@ def pack_mxfp4_launch(
         further=further,
         part=part[0],
         parts=part[1],
+        largest=largest,
     )
     return Launch(key, (row_blocks * (k_blocks + further), experts), args)
