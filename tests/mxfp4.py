@@ -19,6 +19,7 @@ CLOSE_EXPONENTS = {
     "as far apart as may be": lambda gen, shape: 100 + SPAN * torch.randint(2, shape, generator=gen),
     "random": lambda gen, shape: torch.randint(113, 114 + SPAN, shape, generator=gen),
     "the smallest": lambda gen, shape: torch.randint(SPAN + 1, shape, generator=gen),
+    "near zero": lambda gen, shape: torch.randint(4, shape, generator=gen),
     "the largest": lambda gen, shape: torch.randint(254 - SPAN, 255, shape, generator=gen),
     "one above the others": lambda gen, shape: 60 + SPAN * (torch.arange(shape.numel()) % 997 == 7).view(shape),
 }

@@ -162,7 +162,7 @@ DEVICE void load_tokens(SharedMemory shared, const Share& share, const TensorMap
 
 // Nothing is added to the sums of a token that does not have the expert. Those of all experts are in one accumulator,
 // so it is the products that are multiplied by scales of rows.
-struct PresentScales {
+struct PresentScales : InOrder {
     float token[kTokens / 4], of_weights;
     RowScales<2> rows;
     template <class TokenScale>

@@ -29,7 +29,7 @@ constexpr int kProducers = 128, kThreads = THREADS, kMathThreads = kThreads - kP
 constexpr int kMathWarpgroups = kMathThreads / 128, kMathWarps = kMathThreads / kWarp;
 static_assert(kMathWarpgroups == 2 || kMathWarpgroups == 4, "each has the same number of slabs");
 constexpr int kSlabs = 4 / kMathWarpgroups;  // of 64 rows of weights, per warpgroup
-constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 64, kMathRegisters = kSlabs == 2 ? 216 : 104;
+constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 32, kMathRegisters = kSlabs == 2 ? 216 : 112;
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
               "the launch's registers per thread");
 constexpr int kProducerWarps = kProducers / kWarp - 1, kFinishWarp = kMathWarps + kProducerWarps;
@@ -75,6 +75,11 @@ struct Result {
 };
 
 using Queue = TileQueue<kBlockTokens>;
+template <bool kPacked>
+struct ScaleOrder : InOrder {};
+template <>
+struct ScaleOrder<true> : ByThread {};
+using Order = ScaleOrder<kDecodedToRegisters>;
 
 // ---- producer: three warps, which take turns with the stages --------------------------------------------------------
 
@@ -100,13 +105,13 @@ struct TokenLoads : StepsOfTile {
     static constexpr int kAtOnce = kDecodedToRegisters ? 4 : 1;  // gathered rows
     const TensorMap* x;
     const float* scales;
-    int k_stride, rows, box_rows, token[kCount];
-    u32 first_scale[kCount];
+    int row_stride, k_stride, rows, box_rows, token[kCount];
 
     DEVICE TokenLoads(const Operands& in, const Tile& tile)
         : StepsOfTile(in.scales_of_rows(in.gate_row(tile)), *in.weights, in.k_blocks),
           x(in.x),
           scales(in.x_scales + i64(tile.expert) * in.x_scale_expert_stride),
+          row_stride(in.x_scale_row_stride),
           k_stride(in.x_scale_k_stride),
           rows(tile.rows),
           box_rows(in.a_rows ? 1 : SWIZZLE_ROWS) {
@@ -115,19 +120,19 @@ struct TokenLoads : StepsOfTile {
             const int row = row_of_lane(i);
             token[i] = tile.row + row;
             if (in.a_rows) token[i] = row < rows ? in.a_rows[token[i]] : 0;
-            first_scale[i] = u32(token[i]) * in.x_scale_row_stride;
         }
     }
     DEVICE u32 bytes() const {
-        const int multiple = max(box_rows, kAtOnce);
-        return ceil_div(rows, multiple) * multiple * kBlockK;
+        const int multiple = max(box_rows, kAtOnce);  // a power of two
+        return (rows + multiple - 1 & -multiple) * kBlockK;
     }
     DEVICE void start(SharedMemory shared, int s, u32 full, int step) const {
         const int k = k_block(step);
         const float* scale = scales + i64(k) * k_stride;
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-            if (row_of_lane(i) < rows) copy_async_4(shared.token_scale(s, row_of_lane(i)), scale + first_scale[i]);
+            if (row_of_lane(i) < rows)
+                copy_async_4(shared.token_scale(s, place_of_lane(i)), scale + u32(token[i]) * row_stride);
         if (kAtOnce > 1 && box_rows == 1)
             load_at_once(shared, s, full, k);
         else
@@ -136,6 +141,7 @@ struct TokenLoads : StepsOfTile {
 
    private:
     DEVICE static int row_of_lane(int i) { return i * kWarp + lane_of_warp(); }
+    DEVICE static int place_of_lane(int i) { return i * kWarp + Order::place(lane_of_warp()); }
     // Each lane loads the boxes that begin with its rows.
     DEVICE void load_by_lanes(SharedMemory shared, int s, u32 full, int k) const {
 #pragma unroll
@@ -189,7 +195,7 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, in
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-template <int kTokens>
+template <int kTokens, bool kOneBase>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, ActivatedRows& rows, const Operands& in,
                          const Result& out, const Tile& tile, int warpgroup) {
     Fragment<kTokens> sum[kSlabs];
@@ -199,13 +205,32 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, ActivatedRows
     };
     const RowScales<2 * kSlabs> scales(in.weight_scales, row);
     const RowBiases<2 * kSlabs> biases(out.bias, row);
-    multiply_stages<kTokens, GateUpScales<kTokens>>(shared, ring, in.steps, warpgroup * kSlabs * 64, 0, sum);
+    const int first = warpgroup * kSlabs * 64;
+    if constexpr (kOneBase) {
+        multiply_packed_stages<kTokens, 2, OnlyTokenScales<kTokens, ByThread>>(shared, ring, in.steps, first, 0, sum);
+    } else {
+        multiply_stages<kTokens, GateUpScales<kTokens, Order>>(shared, ring, in.steps, first, 0, sum);
+    }
     if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
         biases.add_to(sum);
         rows.stage<kTokens>(shared, out.activation, tile, sum);
     }
 }
+
+struct ComputeTile {
+    SharedMemory shared;
+    Ring<kStages>& ring;
+    ActivatedRows& rows;
+    const Operands& in;
+    const Result& out;
+    const Tile& tile;
+    int warpgroup;
+    template <int kTokens, bool kOneBase>
+    DEVICE void operator()(Width<kTokens, kOneBase>) const {
+        compute_tile<kTokens, kOneBase>(shared, ring, rows, in, out, tile, warpgroup);
+    }
+};
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
@@ -221,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     const int warp = warp_uniform(threadIdx.x / kWarp), warpgroup = warp / 4;
-    const int k_blocks = k / kBlockK, steps = weight_steps(w_map, k_blocks) / splits;
+    const Splits parts{kSlabs == 2 ? splits : 1};  // of K: see add_splits
+    const int k_blocks = k / kBlockK, steps = weight_steps(w_map, k_blocks) / parts.count;
     Operands in{&w_map,
                 &x_map,
                 x_scales,
@@ -233,16 +259,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 intermediate,
                 k_blocks,
                 steps,
-                {splits}};
+                parts};
     const DoneCounters done{done_counters, counters_per_tile};
-    const Result out{q, scales, partial, done, m, intermediate, {splits}, activation, bias};
+    const Result out{q, scales, partial, done, m, intermediate, parts, activation, bias};
     if (warpgroup == kMathWarpgroups) {
         decrease_registers<kProducerRegisters>();
         if (warp == kFinishWarp) return finish_tiles(shared, out);
         wait_for_previous_kernel();
         let_next_kernel_start();     // not earlier: the next kernels read what route wrote without waiting
         fence_proxy_async_global();  // TMA reads what ordinary stores of other kernels wrote
-        Queue queue(table, num_tiles, 0, m, in.groups() * splits, in.steps);
+        Queue queue(table, num_tiles, 0, m, in.groups() * parts.count, in.steps);
         load_tiles(shared, in, queue, warp - kMathWarps);
     } else {
         increase_registers<kMathRegisters>();
@@ -252,20 +278,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
-            const int padded = padded_tokens(tile.rows);
-            if constexpr (kMoreWidths) {
-                switch (padded) {
-                    case 24: compute_tile<24>(shared, ring, rows, in, out, tile, warpgroup); continue;
-                    case 40: compute_tile<40>(shared, ring, rows, in, out, tile, warpgroup); continue;
-                    case 48: compute_tile<48>(shared, ring, rows, in, out, tile, warpgroup); continue;
-                }
-            }
-            switch (padded) {
-                case 8: compute_tile<8>(shared, ring, rows, in, out, tile, warpgroup); break;
-                case 16: compute_tile<16>(shared, ring, rows, in, out, tile, warpgroup); break;
-                case 32: compute_tile<32>(shared, ring, rows, in, out, tile, warpgroup); break;
-                default: compute_tile<64>(shared, ring, rows, in, out, tile, warpgroup);
-            }
+            by_width(tile.rows, have_one_base(w_map), ComputeTile{shared, ring, rows, in, out, tile, warpgroup});
         }
         rows.end(shared);
     }

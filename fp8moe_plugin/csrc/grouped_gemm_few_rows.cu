@@ -151,7 +151,7 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, co
 
 // ---- math ----------------------------------------------------------------------------------------------------------
 
-template <int kTokens>
+template <int kTokens, bool kOneBase>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const float* bias, u16* d,
                          const Tile& tile, int warpgroup) {
     Fragment<kTokens> sum[1];
@@ -163,8 +163,13 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         };
         const RowScales<2> scales(in.weight_scales, weight_row);
         const RowBiases<2> biases(bias, weight_row);
-        multiply_stages<kTokens>(shared, ring, in.steps, warpgroup * kWarpgroupN, ActivationScales::offset(tile.row),
-                                 sum);
+        const int first = warpgroup * kWarpgroupN, first_token = ActivationScales::offset(tile.row);
+        if constexpr (kOneBase) {
+            multiply_packed_stages<kTokens, 1, OnlyTokenScales<kTokens, InOrder>>(shared, ring, in.steps, first,
+                                                                                  first_token, sum);
+        } else {
+            multiply_stages<kTokens>(shared, ring, in.steps, first, first_token, sum);
+        }
         scales.scale(sum);
         biases.add_to(sum);
         auto row_of = [&](int token) { return d + i64(tile.row + token) * in.n; };
@@ -172,6 +177,20 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
                                   column * kBlockN + warpgroup * kWarpgroupN, sum[0]);
     }
 }
+
+struct ComputeTile {
+    SharedMemory shared;
+    Ring<kStages>& ring;
+    const Operands& in;
+    const float* bias;
+    u16* d;
+    const Tile& tile;
+    int warpgroup;
+    template <int kTokens, bool kOneBase>
+    DEVICE void operator()(Width<kTokens, kOneBase>) const {
+        compute_tile<kTokens, kOneBase>(shared, ring, in, bias, d, tile, warpgroup);
+    }
+};
 
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
@@ -205,20 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             barrier_wait(shared.full(ring.stage), ring.phase);
             Tile tile = published_tile(shared.tile(ring.stage));
             if (tile.rows == 0) break;
-            const int padded = padded_tokens(tile.rows);
-            if constexpr (kMoreWidths) {
-                switch (padded) {
-                    case 24: compute_tile<24>(shared, ring, in, bias, d, tile, warpgroup); continue;
-                    case 40: compute_tile<40>(shared, ring, in, bias, d, tile, warpgroup); continue;
-                    case 48: compute_tile<48>(shared, ring, in, bias, d, tile, warpgroup); continue;
-                }
-            }
-            switch (padded) {
-                case 8: compute_tile<8>(shared, ring, in, bias, d, tile, warpgroup); break;
-                case 16: compute_tile<16>(shared, ring, in, bias, d, tile, warpgroup); break;
-                case 32: compute_tile<32>(shared, ring, in, bias, d, tile, warpgroup); break;
-                default: compute_tile<64>(shared, ring, in, bias, d, tile, warpgroup);
-            }
+            by_width(tile.rows, have_one_base(b_map), ComputeTile{shared, ring, in, bias, d, tile, warpgroup});
         }
     }
 }

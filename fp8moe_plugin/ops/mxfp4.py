@@ -2,7 +2,8 @@
 
 A *step* is 128 channels of K of 128 rows of weights: a chunk of `CHUNK_BYTES` and a float32 base. A weight is a code
 times 2^(q - `LARGEST_Q`) times 2^`LARGEST_EXPONENT` times the base, with one q of 0 to 14 for each row and 32 channels.
-e4m3 represents the first three exactly, so nothing is ever rounded.
+e4m3 represents the first three exactly, so no weight is ever rounded. Below q = 3 they may be subnormal e4m3 numbers,
+whose products wgmma adds up less precisely.
 
 In a tensor without room for further steps, all steps of a row block have the same base, so that a kernel may multiply
 sums by it in place of products. Where the exponents of a row block span more than `SPAN`, each step has a base of its

@@ -52,7 +52,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.dense import few_rows, splits_k
-from fp8moe_plugin.plan.sm90.tiles import MANY_ROWS, SHARED
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
@@ -144,12 +144,12 @@ def transposed_scales(emulator: Device, seed: int) -> None:
 
 def packing(emulator: Device, seed: int) -> None:
     """Of gate and down projections of two experts, in tensors with room for further steps."""
-    given = random_projections(h.seeded(seed, torch.device("cpu")), 2, 200, 224, "random")
-    for shard_id in ("w1", "w2"):
+    for shard_id, exponents in (("w1", "random"), ("w2", "near zero")):
+        given = random_projections(h.seeded(seed, torch.device("cpu")), 2, 200, 224, exponents)
         to = garbage(2, shard_id, (2, 2), further=1)
         wanted = [tensor.clone() for tensor in to]
         pack_close(*wanted, shard_id, *given)
-        emulator.execute(seed, lambda to=to, shard_id=shard_id: pack_close(*to, shard_id, *given))
+        emulator.execute(seed, lambda to=to, shard_id=shard_id, given=given: pack_close(*to, shard_id, *given))
         assert all(h.same_bits(tensor, its) for tensor, its in zip(to, wanted, strict=True)), WRONG_RESULT
 
 
@@ -341,6 +341,24 @@ def packed_layer(emulator: Device, seed: int) -> None:
     assert run_packed_layer(emulator, seed) <= MOST_ERROR
 
 
+def packed_layer_of_one_base(emulator: Device, seed: int) -> None:
+    assert run_packed_layer(emulator, seed, span=SPAN) <= MOST_ERROR
+
+
+def packed_wide_tiles(emulator: Device, seed: int) -> None:
+    """Of one base, with more K blocks than there are stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_step(patch, tile=FEW_ROWS)
+        assert run_packed_layer(emulator, seed, 60, SPAN, 1280) <= MOST_ERROR
+
+
+def packed_short_tiles(emulator: Device, seed: int) -> None:
+    """Of a K block and many tokens: the next tile is there before one is finished."""
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_step(patch, tile=FEW_ROWS)
+        assert run_packed_layer(emulator, seed, 60, SPAN, 128, 512) <= MOST_ERROR, WRONG_RESULT
+
+
 def packed_few_rows_of_copies(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         h.force_step(patch, copies=True)
@@ -468,6 +486,9 @@ KERNELS = {  # to be compiled ahead
         pushed(grouped_gemm_key(Output.BF16)),
     ),
     packed_layer: PACKED,
+    packed_layer_of_one_base: PACKED,
+    packed_wide_tiles: PACKED,
+    packed_short_tiles: PACKED,
     packed_few_rows_of_copies: (*PACKED[:2], quantize_key(False, Layout.PERMUTED), *FEW[3:]),
     packed_many_rows: PACKED_MANY,
     packed_tiles_of_one_step: PACKED_MANY,
@@ -725,8 +746,8 @@ FAULTS = {
     ),
     "copies of few rows have the scales of other rows": Fault(
         "gate_up_few_rows.cu",
-        "u32(token[i]) * in.x_scale_row_stride",
-        "u32(token[i] / 2) * in.x_scale_row_stride",
+        "u32(token[i]) * row_stride",
+        "u32(token[i] / 2) * row_stride",
         packed_few_rows_of_copies,
         "AssertionError",
     ),
@@ -734,7 +755,7 @@ FAULTS = {
         "epilogue/activated_rows.cuh",
         "        wait_by_warp(shared.template at<AllFinished>(0), phase);\n#pragma",
         "#pragma",
-        layer_of_few_tokens,
+        packed_short_tiles,
         f"{WRONG_RESULT}|deadlock|livelock",
     ),
     "a tile of few rows is finished before all channels are there": Fault(
@@ -1089,7 +1110,11 @@ FAULTS = {
         "device/fp4.cuh", "(8 | mantissa) >> (1 - exponent)", "0", packed_layer, "AssertionError"
     ),
     "rows have the exponents of the rows before": Fault(
-        "formats/weights_mxfp4.cuh", "row ? of_rows.y : of_rows.x", "of_rows.x", packed_layer, "AssertionError"
+        "formats/weights_mxfp4.cuh",
+        "row ? of_rows.y : of_rows.x",
+        "of_rows.x",
+        packed_layer,
+        "AssertionError",
     ),
     "chunks have the bases of the first rows": Fault(
         "formats/mxfp4_chunks.cuh", "scales + block * pitch", "scales", packed_layer, "AssertionError"
@@ -1331,6 +1356,30 @@ FAULTS = {
     ),
     "codes of few rows are those of other threads": Fault(
         "formats/weights_mxfp4.cuh", "slot_of(thread / 4, thread % 4)", "thread", packed_layer, "AssertionError"
+    ),
+    "sums of few rows are not multiplied by their base": Fault(
+        "mma/swap_ab.cuh", "*= base[row_index(e)]", "*= 1.f", packed_layer_of_one_base, "AssertionError"
+    ),
+    "wide tiles release a stage twice": Fault(
+        "mma/swap_ab.cuh",
+        "if (step > 0) release(shared, before);",
+        "release(shared, before);",
+        packed_wide_tiles,
+        "AssertionError|more arrivals|deadlock|livelock",
+    ),
+    "wide tiles keep their last stage": Fault(
+        "mma/swap_ab.cuh",
+        "        fence_proxy_async();\n        release(shared, s);\n    }\n#pragma",
+        "    }\n#pragma",
+        packed_wide_tiles,
+        "deadlock|livelock",
+    ),
+    "scales of tokens are not side by side": Fault(
+        "gate_up_few_rows.cu",
+        "Order::place(lane_of_warp())",
+        "lane_of_warp()",
+        packed_layer_of_one_base,
+        "AssertionError",
     ),
     "packed codes are not in their slots": Fault(
         "pack_mxfp4.cu", "slot_of(place, thread)", "(place * 4 + thread)", packing, WRONG_RESULT

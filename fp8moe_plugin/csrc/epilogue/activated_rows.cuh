@@ -72,17 +72,32 @@ struct ActivatedRows {
 
 // ---- the warp that finishes tiles ----------------------------------------------------------------------------------
 
-// `out` is the kernel's Result.
+// Four rows at once, 16 channels in a lane. `out` is the kernel's Result.
 template <class SharedMemory, class Result>
 DEVICE void finish_rows(SharedMemory shared, const Result& out, const Tile& tile) {
-    const int lane = lane_of_warp(), group = out.splits.group_of(tile);
-    u8* q = out.q + i64(tile.row) * out.intermediate + group * kGroup + lane * 4;
+    constexpr int kRows = 4, kLanes = kWarp / kRows, kFours = kGroup / 4 / kLanes;
+    const int lane = lane_of_warp() % kLanes, group = out.splits.group_of(tile);
+    u8* q = out.q + i64(tile.row) * out.intermediate + group * kGroup + lane * 4 * kFours;
     float* scales = out.scales + i64(group) * scale_pitch(out.m) + tile.row;
-#pragma unroll 4
-    for (int row = 0; row < tile.rows; ++row) {
-        const uint2 values = load_shared_8(shared.template at<Activated>(row) + lane * 8);
-        const float scale = store_quantized(values, reinterpret_cast<u32*>(q + i64(row) * out.intermediate));
-        if (lane == 0) scales[row] = scale;
+#pragma unroll 1
+    for (int row = lane_of_warp() / kLanes, end = (tile.rows + kRows - 1) / kRows * kRows; row < end; row += kRows) {
+        uint2 values[kFours];
+        u32 pair = 0;
+#pragma unroll
+        for (int i = 0; i < kFours; ++i) {
+            values[i] = load_shared_8(shared.template at<Activated>(row) + (lane * kFours + i) * 8);
+            pair = max_u16x2(pair, max_u16x2(values[i].x & kNoSigns, values[i].y & kNoSigns));
+        }
+        u32 amax = larger_of(pair);
+#pragma unroll
+        for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+        const float scale = group_scale(amax), inverse = __frcp_rn(scale);
+        auto codes = [&](int i) { return four_codes(values[i], scale, inverse); };
+        const uint4 all = make_uint4(codes(0), codes(1), codes(2), codes(3));
+        if (row < tile.rows) {
+            *reinterpret_cast<uint4*>(q + i64(row) * out.intermediate) = all;
+            if (lane == 0) scales[row] = scale;
+        }
     }
 }
 

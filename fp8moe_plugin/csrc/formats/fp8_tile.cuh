@@ -19,6 +19,7 @@ using WeightMap = TensorMap;
 // A tile has a step for each K block, and scales have the pitch of one row of blocks.
 DEVICE int weight_steps(const WeightMap&, int k_blocks) { return k_blocks; }
 DEVICE int scale_pitch(const WeightMap&, int k_blocks) { return k_blocks; }
+DEVICE bool have_one_base(const WeightMap&) { return false; }
 struct StepsOfTile {
     DEVICE StepsOfTile(const float* /*scales*/, const WeightMap&, int /*k_blocks*/) {}
     DEVICE int k_block(int step) const { return step; }

@@ -39,6 +39,8 @@ DEVICE void init_weights(u32 tables) { write_fp4_tables(tables); }
 
 // The steps of a tile, each with a chunk and the scales of its rows.
 DEVICE int weight_steps(const WeightMap& map, int) { return map.steps; }
+// Whether all steps of a row block have the same base.
+DEVICE bool have_one_base(const WeightMap& map) { return map.further == 0; }
 
 // The scales of a block of 128 rows: one for each step, then the K block of each further step.
 using WeightScale = float;
