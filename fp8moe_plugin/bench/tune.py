@@ -61,7 +61,7 @@ class Threshold(NamedTuple):
 
 BYTES = tuple(mib << 20 for mib in (0, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192))
 FEW_TOKENS = (1, 2, 4, 8, 12, 16)
-ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 60, 64, 96, 128)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70, 96, 128)
 THRESHOLDS = (
     Threshold("spare_multiprocessors", (0, 8, 16, 24), tokens=(4, 8, 12, 16)),
     Threshold("small_batch_bytes", BYTES, tokens=FEW_TOKENS),

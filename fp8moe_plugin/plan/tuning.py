@@ -19,18 +19,18 @@ BATCHED_FEW_ROWS = 28
 
 # The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
 # for many rows decode a tile of weights once for up to 256 rows. Of batched experts, the rows that the caller expects.
-# Measured: the latter take 1.01 to 1.06 of the time of the former in layers of four shapes with 59 and 60 rows per
-# expert, of gpt-oss 0.98; with 64 and 66 0.93 to 1.01, with 72 and 78 0.85 to 0.93 ([128]).
-# Measure again: as the latter have changed ([141], [146]), with `MXFP4_ROWS_PER_EXPERT`; on an H100; batched experts.
-PACKED_FEW_ROWS_PER_EXPERT = 60
+# Measured: layers of five shapes take 0.93 to 0.99 of the time of the kernels for many rows with 66 rows per expert,
+# with 68 and 69 0.93 to 1.00, with 72 0.98 to 1.03 ([143]).
+# Measure again: when either change, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
+PACKED_FEW_ROWS_PER_EXPERT = 70
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8, by GPU. No plan depends on it.
-# Measured: on an H200, packed layers of four shapes take 0.84 to 0.88 of the time in block FP8 with 48 rows per expert,
-# with 56 0.95 to 1.03, with 64 1.02 to 1.16, less where no steps in block FP8 run in between ([137]). On an H100, those
-# of three shapes with 85 and 96 rows take 0.81 to 0.93, gpt-oss's with 128 1.02 ([098]).
-# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; each form alone; between 96 and 128 rows on an H100.
-MXFP4_ROWS_PER_EXPERT = {"H200": 54, "H100": 96}
+# Measured: on an H200, packed layers of four shapes take 0.84 to 0.87 of the time in block FP8 with 54 and 56 rows per
+# expert, with 60 0.90 to 1.02, with 66 to 69 0.97 to 1.18, each form alone ([143]); in turns they cross earlier
+# ([137]). On an H100, those of three shapes with 85 and 96 rows take 0.81 to 0.93, gpt-oss's with 128 1.02 ([098]).
+# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; in turns; between 96 and 128 rows on an H100.
+MXFP4_ROWS_PER_EXPERT = {"H200": 58, "H100": 96}
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
 # reading a permuted copy. The kernels for few rows gather, but see `PACKED_COPIES_FROM`.

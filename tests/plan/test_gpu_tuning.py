@@ -68,7 +68,7 @@ def test_an_h100_has_defaults_of_its_own(path: Path) -> None:
 def test_a_file_for_this_gpu_is_used_and_logged(path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
     plugin_log.set_level(logging.INFO, "fp8moe")
     assert tuning_of(H200) == TUNED
-    values = "few_rows_per_expert 56 (default 40), packed_few_rows_per_expert 60, "
+    values = "few_rows_per_expert 56 (default 40), packed_few_rows_per_expert 70, "
     values += "small_batch_bytes 0 (default 8589934592), packed_small_batch_bytes 1073741824, "
     values += "early_below 96 (default 192), spare_multiprocessors 0 (default 8)"
     assert plugin_log.messages == [f"fp8moe: FP8MOE_TUNING={path}: {values}"]

@@ -122,7 +122,7 @@ def test_blocks_of_shared_tiles_multiply_64_rows_at_once():
 
 @pytest.mark.parametrize(
     ("weights", "most", "few", "many"),
-    [(FP8_BLOCK, 28, FEW_ROWS, MANY_ROWS), (PACKED_MXFP4, 60, PACKED_FEW_ROWS, SHARED)],
+    [(FP8_BLOCK, 28, FEW_ROWS, MANY_ROWS), (PACKED_MXFP4, 70, PACKED_FEW_ROWS, SHARED)],
 )
 def test_tiles_of_batched_experts_follow_the_expected_rows(weights, most, few, many):
     plans = [plan_batched(h.layer_spec(weights=weights), 512, expected_m) for expected_m in (1, most, most + 1)]

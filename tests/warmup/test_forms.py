@@ -47,9 +47,9 @@ def test_each_form_is_counted(flash: Model, way: tuple[int, ...], sglang: bool) 
         (
             Parallel(8),
             8192,
-            "In steps of up to 2,304 tokens on an H200 (54 rows per expert) or 4,096 tokens on an H100",
+            "In steps of up to 2,474 tokens on an H200 (58 rows per expert) or 4,096 tokens on an H100",
         ),
-        (Parallel(1, 8, 8), 8192, "In steps of up to 288 tokens"),
+        (Parallel(1, 8, 8), 8192, "In steps of up to 309 tokens"),
         (
             Parallel(8),
             8192,
