@@ -51,8 +51,8 @@ def pack_close(
 def random_projection(gen: torch.Generator, n: int, k: int, span: int, apart: int = 2) -> Projection:
     """Exponents of a block differ by at most `span`, those of its rows by 3; the largest weights are about K^-0.5.
 
-    The largest exponents of blocks differ by at most `apart`. Those of a row block differ by at most `SPAN` unless
-    either is more. The first of several row blocks has no further steps.
+    The largest exponents of blocks differ by at most `apart`, those of projections by 2. Those of a row block differ by
+    at most `SPAN` unless either is more. The first of several row blocks has no further steps.
     """
     of_rows = torch.randint(max(span - 3, 0) + 1, (n, 1), generator=gen)
     if n > 128:
@@ -62,6 +62,7 @@ def random_projection(gen: torch.Generator, n: int, k: int, span: int, apart: in
     below += of_blocks.repeat_interleave(128, 0)[:n].repeat_interleave(4, 1)[:, : k // 32]
     if max(span, apart) <= SPAN:
         below.clamp_(max=SPAN)
+    below += of_blocks.sum() % 3  # of the projection
     exponents = (BIAS - k.bit_length() // 2 - 1 - below).to(torch.uint8)
     return Projection(torch.randint(256, (n, k // 2), generator=gen, dtype=torch.uint8), exponents)
 
