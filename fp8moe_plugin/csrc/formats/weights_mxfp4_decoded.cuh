@@ -44,10 +44,8 @@ struct ChunkDecoder {
     DEVICE static u32 group() { return threadIdx.x / 16 % 2; }  // of 64 channels
     DEVICE static u32 warp() { return threadIdx.x % kWarpgroup / kWarp; }
 
-    // The first row in the stage that the warp writes.
-    DEVICE static u32 first_row(int half) {
-        return half * kChunkRows + (kPaired ? warp() / 2 * 2 * kPairedRows + warp() % 2 * 16 : warp() * 32);
-    }
+    // The first row of the chunk's, as the stage has them, that the warp writes.
+    DEVICE static u32 first_row() { return kPaired ? warp() / 2 * 2 * kPairedRows + warp() % 2 * 16 : warp() * 32; }
     // Unit: its 64 channels, then which 16 rows of the warp's 32.
     DEVICE uint4 codes(int unit) const {
         u32 from = chunk + warp() / 2 * kSlabCodes + warp() % 2 * 2 * kWarp * kThreadCodes;
@@ -59,7 +57,8 @@ struct ChunkDecoder {
     DEVICE void read(u32 from) {
         chunk = from;
         from += 2 * kSlabCodes + warp() / 2 * kSlabExponents + (warp() % 2 * 2 * 8 + row()) * 8 + second() * 4;
-        entries = {load_shared(from), load_shared(from + 8 * 8)};
+        const u32 turn = group() ? 0x0321 : 0x3210;  // the first byte is the thread's
+        entries = {select_bytes(load_shared(from), 0, turn), select_bytes(load_shared(from + 8 * 8), 0, turn)};
         first = codes(0);
     }
     // Writes to half `half` of the tile at address `rows`.
@@ -73,14 +72,15 @@ struct ChunkDecoder {
    private:
     template <bool kLoadTables>
     DEVICE void write_units(u32 rows, int half, u32 tables) const {
-        const u32 to = (rows + (first_row(half) + row() + second() * kSecondRow) * kRowOfTile) |
-                       (group() * 2 ^ row()) * 16;  // swizzled
+        const u32 row_of_warp = first_row() + row() + second() * kSecondRow;
+        const u32 to = rows + half * kChunkRows * kRowOfTile +
+                       (row_of_warp * kRowOfTile | (group() * 2 ^ row()) * 16);  // swizzled
         uint4 next = first;
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
             const uint4 four = next;
             if (unit + 1 < kUnits) next = codes(unit + 1);  // in time for its turn
-            const u32 entry = select_bytes(unit / 2 ? entries.y : entries.x, 0, 0x4440 + group() + unit % 2 * 2);
+            const u32 entry = select_bytes(unit / 2 ? entries.y : entries.x, 0, 0x4440 + unit % 2 * 2);
             const uint2 table = kLoadTables ? load_shared_8(tables + entry) : normal_fp4_table(entry);
             const uint2 a = decode_fp4(four.x, table), b = decode_fp4(four.y, table), c = decode_fp4(four.z, table),
                         d = decode_fp4(four.w, table);
