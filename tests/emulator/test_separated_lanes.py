@@ -23,7 +23,7 @@ from tests.emulator.device import Device
 from tests.emulator.layers import packed_moe
 from tests.indexer import decode, prefill
 from tests.k_grouped import gradients
-from tests.mxfp4 import random_experts
+from tests.mxfp4 import garbage, pack_close, random_experts, random_projections
 from tests.steps import route
 
 MULTIPROCESSORS = {"small batch": 8}  # room for a cluster; others have 2
@@ -149,6 +149,16 @@ def scales(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torc
     return op
 
 
+def packing(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
+    given, (weight, of_weight) = random_projections(gen, 1, 100, 192, "random"), garbage(1, "w3", (1, 2), further=0)
+
+    def op() -> torch.Tensor:
+        pack_close(weight, of_weight, "w3", *given)
+        return weight
+
+    return op
+
+
 def rows_of_many_pairs(gen: torch.Generator, patch: pytest.MonkeyPatch) -> Callable[[], torch.Tensor]:
     _, ids = h.random_routing(gen, "some_missing", 600, 2, GROUPS)
     return lambda: route(ids, GROUPS, MANY_ROWS).slots
@@ -177,6 +187,7 @@ CALLS: dict[str, Run] = {
     "logits of paged KV": paged_logits,
     "SiLU and quantization": silu_mul_quant,
     "transposed scales": scales,
+    "packing of experts": packing,
     "rows of many pairs": rows_of_many_pairs,
 }
 
