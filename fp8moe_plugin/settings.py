@@ -1,9 +1,11 @@
 """The plugin's name, and its FP8MOE_* environment variables: the type, default and meaning of each."""
 
+import contextlib
 import functools
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -168,3 +170,17 @@ def _listed(names: list[str]) -> str:
 
 def variable(field: str) -> str:
     return f"{PREFIX}{field.upper()}"
+
+
+@contextlib.contextmanager
+def variable_set(name: str, value: str) -> Iterator[None]:
+    """Gives an environment variable a value for a while, then what it was before."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,7 +1,6 @@
 """Helpers for tests and benchmarks: distances of results, times of calls on the GPU, batch invariance."""
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
+from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant, variable_set
 
 Call = Callable[[], Any]
 FLUSH_BYTES = 2**28  # several times the L2 of a Hopper GPU
@@ -135,14 +134,9 @@ def time_calls(call: Call) -> tuple[float, float]:
 @contextmanager
 def invariance(wanted: bool) -> Iterator[None]:
     """Make layers batch-invariant or not, whatever the environment says."""
-    before = os.environ.get(BATCH_INVARIANT)
-    os.environ[BATCH_INVARIANT] = str(int(wanted))
     batch_invariant.cache_clear()
     try:
-        yield
+        with variable_set(BATCH_INVARIANT, str(int(wanted))):
+            yield
     finally:
-        if before is None:
-            del os.environ[BATCH_INVARIANT]
-        else:
-            os.environ[BATCH_INVARIANT] = before
         batch_invariant.cache_clear()

@@ -1,12 +1,13 @@
 """The table in docs/settings.md matches settings.py; invalid values and unknown names are reported."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from fp8moe_plugin.errors import UnsupportedError
-from fp8moe_plugin.settings import Settings, batch_invariant, settings
+from fp8moe_plugin.settings import Settings, batch_invariant, settings, variable_set
 from tests import helpers as h
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -127,3 +128,21 @@ def assert_short(message: str, *words: str) -> None:
     assert len(message) < 5000
     assert message.isprintable()
     assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_variable_is_set_for_a_while(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("A_VARIABLE", raising=False)
+    if before is not None:
+        monkeypatch.setenv("A_VARIABLE", before)
+    found: list[str | None] = []
+
+    def fail() -> None:
+        with variable_set("A_VARIABLE", "1"):
+            found.append(os.environ.get("A_VARIABLE"))
+            raise RuntimeError("a rank is missing")
+
+    with pytest.raises(RuntimeError, match="missing"):
+        fail()
+    assert found == ["1"]
+    assert os.environ.get("A_VARIABLE") == before

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from benchmarks.layer.before_after import FusedMoe
 from benchmarks.layer.ep_peers import PEERS
 from fp8moe_plugin.bench.layer import random_routing, random_weights
 from fp8moe_plugin.bench.packed import packed, random_mxfp4
@@ -118,7 +119,7 @@ class Layer:
         experts: Experts,
         most_rows: int,
         stored: WeightFormat = FP8_BLOCK,
-        before: Callable[..., torch.Tensor] | None = None,
+        before: FusedMoe | None = None,
     ) -> None:
         if experts.experts % group.ranks:
             raise UnsupportedError(

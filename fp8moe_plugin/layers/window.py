@@ -1,12 +1,10 @@
 """Windows of the ranks of an expert-parallel group on one host, in torch's symmetric memory. Multicast is not used."""
 
-import contextlib
 import logging
-import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from fp8moe_plugin.layers.nvlink import has_nvlinks
 from fp8moe_plugin.ops.window import Window, open_window
 from fp8moe_plugin.plan.gpu_tuning import GpuTuning
 from fp8moe_plugin.plan.sm90.push import push_refusal, window_layout
-from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant
+from fp8moe_plugin.settings import BATCH_INVARIANT, batch_invariant, variable_set
 
 logger = logging.getLogger("fp8moe")
 PATIENCE_S = 600  # as NCCL; longer than one rank compiles or loads while the others wait
@@ -70,7 +68,8 @@ def open_group_window(
 
     nbytes = window_layout(group.size(), rows, hidden, topk, experts).nbytes
     memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    with without_multicast():
+    # torch would bind the memory to a multicast object as well, which fails on some GPUs that announce it.
+    with variable_set(NO_MULTICAST, "1"):
         shared = symmetric_memory.rendezvous(memory, group).buffer_ptrs
     addresses = window_addresses(memory, shared, group.rank(), cpu_group)
     lost = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -80,20 +79,6 @@ def open_group_window(
     dist.barrier(cpu_group)
     threading.Thread(target=_watch, args=(lost, patience_s), name="fp8moe-window", daemon=True).start()
     return window
-
-
-@contextlib.contextmanager
-def without_multicast() -> Iterator[None]:
-    """Keeps torch from binding the memory to a multicast object as well, which fails on some GPUs that announce it."""
-    before = os.environ.get(NO_MULTICAST)
-    os.environ[NO_MULTICAST] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[NO_MULTICAST]
-        else:
-            os.environ[NO_MULTICAST] = before
 
 
 def window_addresses(memory: torch.Tensor, shared: Sequence[int], rank: int, cpu_group: dist.ProcessGroup) -> list[int]:

@@ -101,21 +101,16 @@ def test_a_process_that_watches_windows_can_exit() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("before", [None, "0"])
-def test_torch_is_kept_from_multicast_only_while_ranks_meet(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_is_kept_from_multicast_while_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(*_: object) -> None:
+        assert os.environ[window.NO_MULTICAST] == "1"
+        raise RuntimeError("a rank is missing")
+
+    memory = SimpleNamespace(empty=lambda nbytes, **_: torch.zeros(nbytes, dtype=torch.uint8), rendezvous=meet)
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", memory)
+    monkeypatch.setattr(torch.distributed, "_symmetric_memory", memory, raising=False)
     monkeypatch.delenv(window.NO_MULTICAST, raising=False)
-    if before is not None:
-        monkeypatch.setenv(window.NO_MULTICAST, before)
-    found: list[str | None] = []
-
-    def meet() -> None:
-        with window.without_multicast():
-            found.append(os.environ.get(window.NO_MULTICAST))
-            raise RuntimeError("a rank is missing")
-
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with pytest.raises(RuntimeError, match="missing"):
-        meet()
-    assert found == ["1"]
-    assert os.environ.get(window.NO_MULTICAST) == before
+        window.open_group_window(group, group, 4, 256, 2, 4, torch.device("cpu"))
+    assert window.NO_MULTICAST not in os.environ
