@@ -209,11 +209,14 @@ def engines(found: Row, model: str) -> str:
     return table(header, (cells(cell) for cell in dict.fromkeys(row["cell"] for row in rows)))
 
 
-def requests(found: Row, model: str) -> str:
-    """Returns what servers did by traffic and load: the figures of all engines, and our tokens over the best peer's."""
-    rows = [row for row in found["rows"] if row["model"] == model and "traffic" in row]
+def requests(*found: Row, model: str) -> str:
+    """Returns what servers did by traffic and load: the figures of all engines, and our tokens over the best peer's.
+
+    Of an engine with a load in several results, those of the last.
+    """
+    rows = [row for part in found for row in part["rows"] if row["model"] == model and "traffic" in row]
     names = list(dict.fromkeys(row["engine"] for row in rows))
-    own = own_server(found, names)
+    own = own_server(found[0], names)
 
     def cells(traffic: str, concurrency: int | None, rate: float | None) -> list[str]:
         load = traffic, concurrency, rate
@@ -450,7 +453,10 @@ TABLES = {
     "requests-peers": Table(("bench_serve-qwen3-24-peers-2026-11-30",), partial(requests, model="qwen3-24")),
     "requests-qwen3-12": Table(("bench_serve-qwen3-12-2026-11-29",), partial(requests, model="qwen3-12")),
     "requests-dsv3-tp8": Table(("bench_serve-dsv3-tp8-2026-11-27",), partial(requests, model="dsv3-tp8")),
-    "requests-dsv3-tp8-shapes": Table(("bench_serve-dsv3-tp8-shapes-2026-11-30",), partial(requests, model="dsv3-tp8")),
+    "requests-dsv3-tp8-shapes": Table(
+        ("bench_serve-dsv3-tp8-shapes-2026-11-30", "bench_serve-dsv3-tp8-more_shapes-2026-12-01"),
+        partial(requests, model="dsv3-tp8"),
+    ),
     "requests-sglang": Table(("bench_serve-sglang-qwen3-48-2026-11-27",), partial(requests, model="qwen3-48")),
     "requests-qwen3-48-dp4": Table(("bench_serve-qwen3-48-dp4-2026-11-27",), partial(requests, model="qwen3-48")),
     "requests-gpt-oss-20b": Table(("bench_serve-gpt-oss-20b-2026-11-27",), partial(requests, model="gpt-oss-20b")),

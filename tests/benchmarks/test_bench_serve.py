@@ -137,7 +137,18 @@ def test_steps_have_rows_for_each_start(settings: Settings) -> None:
     assert rows[2] == ("prefill 4x2048", "fp8moe", 1, 70.0, 60.0)
     assert [row[2] for row in rows] == [1, 1, 1, 2, 2, 2]
     assert "| decode 64 | 7.00, 7.00 |  |" in tables.steps({"rows": found.rows, "engines": found.engines}, "m")
-    assert tables.requests({"rows": found.rows, "engines": found.engines}, "m").count("\n") == 2
+    assert tables.requests({"rows": found.rows, "engines": found.engines}, model="m").count("\n") == 2
+
+
+def test_a_table_has_the_last_of_several_results() -> None:
+    def result(**tokens: float) -> dict[str, Any]:
+        load = {"model": "m", "traffic": "8k/1k", "concurrency": 4, "rate": None}
+        times = dict.fromkeys(("ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99"), 1.0)
+        rows = [load | times | {"engine": name, "tokens_per_s_per_gpu": n} for name, n in tokens.items()]
+        return {"rows": rows, "engines": {"fp8moe": "--quantization fp8moe", "triton": "--quantization fp8"}}
+
+    shown = tables.requests(result(fp8moe=1, triton=20), result(fp8moe=30), model="m")
+    assert shown.splitlines()[2:] == ["| 8k/1k | 4 | 30 / 20 | 1 (1) / 1 (1) | 1.00 (1.00) / 1.00 (1.00) | 1.50 |"]
 
 
 def test_other_cells_wait_for_the_last_start(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
