@@ -225,6 +225,13 @@ def run(args: argparse.Namespace, settings: Settings, engines: dict[str, Engine]
                 measure(servers, results, todo, args.waves, start)
 
 
+def show(results: Results) -> None:
+    found = {"rows": results.rows, "engines": results.engines}
+    for kind, table in (("traffic", tables.requests), ("cell", tables.steps)):
+        if any(kind in row for row in results.rows):
+            print(table(found, model=results.model), flush=True)
+
+
 def main() -> None:
     parser = options()
     args = parser.parse_args()
@@ -244,10 +251,7 @@ def main() -> None:
     except (DemoError, CellError) as error:
         sys.exit(f"error: {error}")
     finally:
-        found = {"rows": results.rows, "engines": results.engines}
-        for kind, table in (("traffic", tables.requests), ("cell", tables.steps)):
-            if any(kind in row for row in results.rows):
-                print(table(found, results.model), flush=True)
+        show(results)
 
 
 if __name__ == "__main__":

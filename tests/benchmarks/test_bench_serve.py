@@ -20,6 +20,7 @@ from fp8moe_plugin.errors import UnsupportedError
 
 ENGINES = {"fp8moe": Engine({}, ["--quantization", "fp8moe"])}
 FIGURES = {"tokens_per_s": 2.0, "total_tokens_per_s": 4.0, "ttft_ms": 1.0}
+TIMES = dict.fromkeys(("ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ class Rounds:
         return {"tpot_ms": ms, "all_ms": 10 * ms}
 
 
-def test_steps_have_rows_for_each_start(settings: Settings) -> None:
+def test_steps_have_rows_for_each_start(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     cells = [*parse_cells("decode@1,64"), *parse_cells("prefill@4x2048")]
     found = results(settings)
     for start in (1, 2):
@@ -136,15 +137,24 @@ def test_steps_have_rows_for_each_start(settings: Settings) -> None:
     assert rows[:3] == [("decode 1", "fp8moe", 1, 7.0, 6.0), ("decode 64", "fp8moe", 1, 7.0, 6.0), rows[2]]
     assert rows[2] == ("prefill 4x2048", "fp8moe", 1, 70.0, 60.0)
     assert [row[2] for row in rows] == [1, 1, 1, 2, 2, 2]
-    assert "| decode 64 | 7.00, 7.00 |  |" in tables.steps({"rows": found.rows, "engines": found.engines}, "m")
-    assert tables.requests({"rows": found.rows, "engines": found.engines}, model="m").count("\n") == 2
+    bench_serve.show(found)
+    assert "| decode 64 | 7.00, 7.00 |  |" in capsys.readouterr().out
+
+
+def test_requests_and_steps_have_a_table_each(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    found = results(settings)
+    for cell in (*parse_cells("1k/8@2"), *parse_cells("decode@1")):
+        found.add(cell, "fp8moe", FIGURES | TIMES | {"ms": 7.0, "tokens_per_s_per_gpu": 2.0})
+    bench_serve.show(found)
+    requests, steps = capsys.readouterr().out.split("\n\n")[:2]
+    assert "| 1k/8 | 2 |" in requests
+    assert "| decode 1 | 7.00 |" in steps
 
 
 def test_a_table_has_the_last_of_several_results() -> None:
     def result(**tokens: float) -> dict[str, Any]:
         load = {"model": "m", "traffic": "8k/1k", "concurrency": 4, "rate": None}
-        times = dict.fromkeys(("ttft_ms", "ttft_ms_p99", "tpot_ms", "tpot_ms_p99"), 1.0)
-        rows = [load | times | {"engine": name, "tokens_per_s_per_gpu": n} for name, n in tokens.items()]
+        rows = [load | TIMES | {"engine": name, "tokens_per_s_per_gpu": n} for name, n in tokens.items()]
         return {"rows": rows, "engines": {"fp8moe": "--quantization fp8moe", "triton": "--quantization fp8"}}
 
     shown = tables.requests(result(fp8moe=1, triton=20), result(fp8moe=30), model="m")
