@@ -199,6 +199,18 @@ def test_the_manifest_of_sglang_has_another_command_and_no_other_difference() ->
     assert manifests[0] == manifests[1]
 
 
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "sglang.yaml"])
+def test_the_variable_chooses_the_kernels(name: str) -> None:
+    """With the option of the recipes, FP8MOE_TAKE_FP8=0 would not roll back."""
+    (container,) = objects(name)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "FP8MOE_TAKE_FP8", "value": "1"} in container["env"]
+    assert not any(argument.startswith("--quantization") for argument in container["args"])
+    assert re.search(r"^ +# Without --quantization fp8moe, .*\n +args:", (DEPLOY / name).read_text(), re.MULTILINE)
+    text = (ROOT / "docs" / "deploy.md").read_text()
+    before_the_start = " ".join(text.partition("kubectl apply -f deploy/kubernetes.yaml")[0].split())
+    assert "Leave `--quantization fp8moe` of the recipes out" in before_the_start
+
+
 def test_settings_and_warm_up_commands_exist() -> None:
     files = " ".join(path.read_text() for path in DEPLOY.iterdir())
     assert set(re.findall(r"\bFP8MOE_\w+", files)) <= {variable(field) for field in Settings.model_fields}
