@@ -1,16 +1,18 @@
 """Draw the plot of README.md, wide and for phones, and make its table, from the files in benchmarks/results.
 
 python -m benchmarks.overview            # needs matplotlib, but neither torch nor a GPU
+python -m benchmarks.overview --check    # exits with 1 if one of them is stale
 """
 
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import MARKED, OURS, ROOT, Row, best, results, table
+from benchmarks.tables import MARKED, OURS, ROOT, Row, best, checks_only, results, table, write
 
 PLOTS = {ROOT / "docs" / "overview.svg": 4, ROOT / "docs" / "overview-narrow.svg": 1}  # panels beside each other
 DOCUMENT = ROOT / "README.md"
@@ -157,7 +159,15 @@ def rendered(document: str) -> str:
     return MARKED.sub(lambda marked: f"{marked[1]}\n{glance()}\n{marked[3]}", document)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    check = checks_only(__doc__)
     for path, across in PLOTS.items():
-        plot(path, across)
-    DOCUMENT.write_text(rendered(DOCUMENT.read_text()))
+        if not check:
+            plot(path, across)
+        elif digest() not in path.read_text():
+            sys.exit(f"{path} is stale: run python -m benchmarks.overview")
+    write({DOCUMENT: rendered(DOCUMENT.read_text())}, check, "overview")
+
+
+if __name__ == "__main__":
+    main()

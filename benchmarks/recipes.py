@@ -1,6 +1,7 @@
 """Write docs/recipes from `explain`, the descriptions of published models, and the files in benchmarks/results.
 
 python -m benchmarks.recipes            # rewrites all pages
+python -m benchmarks.recipes --check    # exits with 1 if a page is stale
 """
 
 import math
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.recipe_models import RECIPES, Measured, Recipe
-from benchmarks.tables import OURS, PEERS, ROOT, results, table
+from benchmarks.tables import OURS, PEERS, ROOT, checks_only, results, table, write
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
@@ -252,9 +253,8 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for path, text in pages().items():
-        path.write_text(text)
+    check = checks_only(__doc__)
+    write(pages(), check, "recipes")
 
 
 if __name__ == "__main__":

@@ -489,17 +489,25 @@ def rendered(document: str) -> str:
 DOCUMENTS: dict[Path, Callable[[str], str]] = {DOCUMENT: rendered, tuning.DOCUMENT: tuning.rendered}
 
 
+def checks_only(about: str) -> bool:
+    """Returns whether the command line of a program that writes documents has --check."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
+    return bool(parser.parse_args().check)
+
+
+def write(texts: dict[Path, str], check: bool, program: str) -> None:
+    """Write the files, or with `check`, exit with 1 if one is stale."""
+    for path, text in texts.items():
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            sys.exit(f"{path} is stale: run python -m benchmarks.{program}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is stale")
-    args = parser.parse_args()
-    for document, render in DOCUMENTS.items():
-        before = document.read_text()
-        after = render(before)
-        if not args.check:
-            document.write_text(after)
-        elif after != before:
-            sys.exit(f"{document.relative_to(ROOT)} is stale: run python -m benchmarks.tables")
+    check = checks_only(__doc__)
+    write({document: render(document.read_text()) for document, render in DOCUMENTS.items()}, check, "tables")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from benchmarks import kernels, tables, tuning
+from benchmarks import kernels, overview, recipes, tables, tuning
 from fp8moe_plugin.jit.compiler import translation_unit
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,31 @@ def test_comments_do_not_change_the_hash_of_a_kernel(monkeypatch: pytest.MonkeyP
 def test_a_changed_figure_makes_a_table_stale() -> None:
     text = tables.DOCUMENT.read_text()
     assert tables.rendered(text.replace("| 203,735 |", "| 203,736 |")) == text
+
+
+@pytest.mark.parametrize("program", [overview, recipes, tables], ids=lambda program: program.__name__)
+def test_check_writes_nothing(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("stale")
+    monkeypatch.setattr(overview, "DOCUMENT", page)
+    monkeypatch.setattr(overview, "rendered", lambda text: "fresh")
+    monkeypatch.setattr(recipes, "pages", lambda: {page: "fresh"})
+    monkeypatch.setattr(tables, "DOCUMENTS", {page: lambda text: "fresh"})
+    monkeypatch.setattr(sys, "argv", [program.__name__, "--check"])
+    with pytest.raises(SystemExit, match=f"page.md is stale: run python -m {program.__name__}"):
+        program.main()
+    assert page.read_text() == "stale"
+    page.write_text("fresh")
+    program.main()
+
+
+def test_check_finds_a_stale_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plot.svg").write_text("old")
+    monkeypatch.setattr(overview, "PLOTS", {tmp_path / "plot.svg": 1})
+    monkeypatch.setattr(sys, "argv", ["overview", "--check"])
+    with pytest.raises(SystemExit, match=r"plot.svg is stale"):
+        overview.main()
+    assert (tmp_path / "plot.svg").read_text() == "old"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
