@@ -41,7 +41,8 @@ RECIPES = (
     ),
     Recipe(
         "deepseek-v3.2", "DeepSeek-V3.2", "DeepSeek-V3.2-Exp", "deepseek-ai/DeepSeek-V3.2-Exp", "DeepSeek-V3.2",
-        "DeepSeek-V3's shapes, with sparse attention; the plugin also computes the indexer's logits.",
+        "DeepSeek-V3's shapes, with sparse attention; the plugin also computes the indexer's logits. The commands are "
+        "the same for `deepseek-ai/DeepSeek-V3.2`.",
     ),
     Recipe(
         "deepseek-v4-flash", "DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Flash",

@@ -37,6 +37,12 @@ def test_a_page_has_the_commands_of_each_split(recipe: Recipe, written: dict[str
     assert rows
 
 
+def test_the_page_of_v3_2_names_the_release_and_the_experiment(written: dict[str, str]) -> None:
+    text = " ".join(written["deepseek-v3.2.md"].split())
+    assert "vllm serve deepseek-ai/DeepSeek-V3.2-Exp " in text
+    assert "The commands are the same for `deepseek-ai/DeepSeek-V3.2`." in text
+
+
 def test_splits_of_fewer_gpus_are_first_and_name_their_gpus(written: dict[str, str]) -> None:
     starts = re.findall(r"^`(--.*?)` on (.*?): [a-z]", written["deepseek-v4-flash.md"], re.MULTILINE | re.DOTALL)
     gpus = [re.findall(r"(\d+) x (H\d+)", of) for _, of in starts]
