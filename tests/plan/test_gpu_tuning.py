@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
@@ -63,6 +64,14 @@ def test_an_h100_has_defaults_of_its_own(path: Path) -> None:
     assert tuning_of(H100) == TUNED
     with h.environment("FP8MOE_TUNING", ""):
         assert tuning_of(H100) == OF_GPUS[H100]
+
+
+def test_the_document_names_what_differs_on_an_h100() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "tuning.md").read_text().split())
+    (listed,) = re.findall(rf"an {H100} has the values that `tune` found there: (.*?) \(`OF_GPUS`", text)
+    units = {"": 1, " MiB": 2**20}
+    named = {name.lower(): int(n) * units[unit] for name, n, unit in re.findall(r"`(\w+)` (\d+)( MiB)?", listed)}
+    assert named == dict(asdict(OF_GPUS[H100]).items() - asdict(UNTUNED).items())
 
 
 def test_a_file_for_this_gpu_is_used_and_logged(path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
