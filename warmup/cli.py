@@ -171,7 +171,7 @@ def bench(options: Options, report: Report) -> bool:
     model = _checked_model(options, report)
     assert model
     if options.plot:
-        check_plot(options.plot)
+        check_plot()
     layer = benchmark.rank_layer(model, options.parallel)
     spec, *_ = model_specs(model, MoeShape.of(layer, layer.experts))
     report.bench = benchmark.bench_layer(layer, options.tokens or benchmark.TOKENS, spec, _progress)
@@ -200,7 +200,7 @@ def compare(options: Options, report: Report) -> bool:
 
     model = _checked_model(options, report)
     if options.plot:
-        check_plot(options.plot)
+        check_plot()
     prepared = comparison.prepare(options, model) if model else prepare_servers(options)
     report.compare = prepared.result
     try:

@@ -10,7 +10,7 @@ from fp8moe_plugin.plan.triton.catalog import GPUS as TRITON_GPUS
 from fp8moe_plugin.settings import NAME
 from warmup.report import installed
 from warmup.target import BUNDLE, CACHE_DTYPES, GPUS, MAX_TOKENS, MOST_GPUS, TUNING, UTILIZATION
-from warmup.values import count, few, positive, share, url
+from warmup.values import count, few, plot, positive, share, url
 
 PROGRAM = "fp8moe-warmup"
 COMMANDS = {
@@ -170,7 +170,7 @@ def _add_bundle(parser: Parser) -> None:
 
 def _add_bench(parser: Parser) -> None:
     parser.add_argument("--tokens", type=count, nargs="+", metavar="N", help="tokens of the steps to measure")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png or .svg)")
+    parser.add_argument("--plot", type=plot, metavar="FILE", help="draw the times (.png or .svg)")
 
 
 def _add_tune(parser: Parser) -> None:
@@ -195,7 +195,7 @@ def _add_compare(parser: Parser) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to read (default: Python's language reference)")
     most = "sequences to decode at once (default: 1 16 64 256)"
     parser.add_argument("--sequences", type=count, nargs="+", metavar="N", default=[1, 16, 64, 256], help=most)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures (.png or .svg)")
+    parser.add_argument("--plot", type=plot, metavar="FILE", help="draw the figures (.png or .svg)")
     parser.add_argument("--tp", "-tp", "--tensor-parallel-size", type=count, metavar="N", help="as in vLLM; default: 1")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true", help="as in vLLM")
     about = "running servers of vLLM or SGLang, on any machine; needs neither an engine nor a GPU here"

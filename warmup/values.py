@@ -1,9 +1,12 @@
 """Parses the values of options."""
 
 import argparse
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from warmup.target import MAX_COUNT, MOST_GPUS
+
+PLOT_SUFFIXES = (".png", ".svg")
 
 
 def count(text: str) -> int:
@@ -47,3 +50,9 @@ def url(text: str) -> str:
     if not valid:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://canary:8000")
     return text
+
+
+def plot(text: str) -> Path:
+    if (path := Path(text)).suffix not in PLOT_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a .png nor an .svg file")
+    return path

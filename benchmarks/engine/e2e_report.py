@@ -53,7 +53,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def plot(report: Path) -> None:
     """Plot each peer's time over ours by cell, one panel per model, to an .svg next to the report."""
-    check_plot(report.with_suffix(".svg"))
+    check_plot()
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot nothing looks for a display
 

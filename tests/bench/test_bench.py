@@ -97,11 +97,6 @@ def test_a_plot_is_drawn_without_a_display(tmp_path, suffix, start):
     assert path.stat().st_size > 5000
 
 
-def test_a_plot_of_another_kind_is_refused_before_the_measurement(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"must be a \.png or \.svg file, not plot\.pdf"):
-        bench_result.check_plot(tmp_path / "plot.pdf")
-
-
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="pip install matplotlib"):

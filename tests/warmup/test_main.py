@@ -389,6 +389,7 @@ def test_a_file_in_place_of_a_folder_is_refused_as_such(
         (["bundle", "--bundle", ""], "'.' cannot be written"),
         (["bundle", "--bundle", ".."], "'..' cannot be written"),
         (["--tp", "4096", "--dp", "2"], "--tp 4096 --dp 2 needs more than 4096 GPUs"),
+        (["compare", "--model", "m", "--plot", "x.pdf"], "argument --plot: 'x.pdf' is neither a .png nor an .svg file"),
         (["verify", "--plot", "x.svg"], "unrecognized arguments: --plot x.svg"),
         (["doctor", "--tokens", "5"], "unrecognized arguments: --tokens 5"),
         (["doctor", "--dry-run"], "unrecognized arguments: --dry-run"),
