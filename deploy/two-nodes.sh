@@ -11,6 +11,7 @@
 # python -m fp8moe_plugin.layers.node_metrics --port 9400
 set -euo pipefail
 rank=${1:?rank of this node, 0 or 1} first=${2:?address of node 0} model=${3:?folder or id of the model}
+[[ $rank = [01] ]] || { echo "the rank of this node is 0 or 1, not $rank" >&2; exit 2; }
 export FP8MOE_JIT=forbid
 options=(--quantization fp8moe --tensor-parallel-size 16 --nnodes 2 --node-rank "$rank" --master-addr "$first")
 [ "$rank" = 0 ] || options+=(--headless)

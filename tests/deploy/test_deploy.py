@@ -62,6 +62,12 @@ def test_both_nodes_get_the_options_that_follow_the_model(tmp_path: Path, rank: 
     )
 
 
+def test_a_third_node_is_refused() -> None:
+    command = ["bash", DEPLOY / "two-nodes.sh", "2", "10.0.0.1", "org/model"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "the rank of this node is 0 or 1, not 2\n")
+
+
 def expressions() -> list[str]:
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
     panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
