@@ -1,11 +1,14 @@
 """The constants of plan/tuning.py that depend on the GPU, and that `fp8moe-warmup tune` measures on the one at hand."""
 
-from pydantic import ConfigDict, NonNegativeInt
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 
 from fp8moe_plugin.plan.tuning import (
     EARLY_BELOW,
     FEW_ROWS_PER_EXPERT,
+    MULTIPROCESSORS,
     PACKED_FEW_ROWS_PER_EXPERT,
     PACKED_SMALL_BATCH_BYTES,
     SMALL_BATCH_BYTES,
@@ -22,7 +25,7 @@ class GpuTuning:
     small_batch_bytes: NonNegativeInt = SMALL_BATCH_BYTES
     packed_small_batch_bytes: NonNegativeInt = PACKED_SMALL_BATCH_BYTES
     early_below: NonNegativeInt = EARLY_BELOW
-    spare_multiprocessors: NonNegativeInt = SPARE_MULTIPROCESSORS
+    spare_multiprocessors: Annotated[NonNegativeInt, Field(le=MULTIPROCESSORS)] = SPARE_MULTIPROCESSORS
 
 
 UNTUNED = GpuTuning()

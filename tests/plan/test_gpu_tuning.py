@@ -110,6 +110,10 @@ def test_a_file_for_others_leaves_the_defaults(
         (json.dumps(content(more=1)), "more: Extra inputs are not permitted"),
         (json.dumps(content(tuning={"few_rows": 1})), "tuning: few_rows: Unexpected keyword argument"),
         (json.dumps(content(tuning={"early_below": -1})), "tuning: early_below: Input should be greater than"),
+        (
+            json.dumps(content(tuning={"spare_multiprocessors": 133})),
+            "tuning: spare_multiprocessors: Input should be less",
+        ),
         (json.dumps(content(tuning={"early_below": 1.5})), "tuning: early_below: Input should be a valid integer"),
     ],
 )
