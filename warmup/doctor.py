@@ -23,6 +23,7 @@ from warmup.options import Options
 from warmup.report import Finding, KernelReport, Report, State, installed
 
 CHECKED_FOLDERS = ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "HOME")
+NOT_NEEDED = ("compiler", "cache", "wheel")  # where all kernels are available
 
 
 def findings(options: Options, report: Report) -> list[Finding]:
@@ -49,7 +50,7 @@ def findings(options: Options, report: Report) -> list[Finding]:
     found += _look("kernels", lambda: _kernels(options, report, plan or kernels.plan_of(None, options.kernels)))
     found += _look("driver", lambda: _refusals(facts, report.kernels))
     if report.kernels and not _missing(report):
-        found = [_not_needed(finding) if finding.subject in ("compiler", "cache") else finding for finding in found]
+        found = [_not_needed(finding) if finding.subject in NOT_NEEDED else finding for finding in found]
     return [*found, _verdict(found, report)]
 
 
@@ -204,8 +205,8 @@ def _bundle(facts: Diagnosis) -> Iterator[Finding]:
 def _wheel(facts: Diagnosis, target: str) -> Iterator[Finding]:
     try:
         shipped = wheel.installed_kernels(target)
-    except CacheError as error:  # the kernels may be in the cache, or can be compiled
-        yield Finding(subject="wheel", found=str(error))
+    except CacheError as error:
+        yield Finding(subject="wheel", found=str(error), ok=False)
         return
     if shipped is None:
         yield Finding(subject="wheel", found=f"no kernels for {target} were installed with the plugin")
@@ -257,9 +258,9 @@ def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[F
     first, there = missing[0], len(report.kernels) - len(missing)
     found = f"{there} of {len(report.kernels)} are available; first missing: {first.kernel}: "
     found += (first.detail or "").rstrip(".") + _others(first, report.kernels)
-    forbidden = report.model is not None and settings().jit == "forbid"
-    if forbidden:
-        found += "; FP8MOE_JIT=forbid refuses to start"
+    forbid = settings().jit == "forbid"
+    if forbid:
+        found += "; FP8MOE_JIT=forbid refuses " + ("to start" if report.model else "models that need missing ones")
     elif cache.why_not_usable():
         found += "; missing kernels are compiled at every start, because the cache cannot keep them"
     else:
@@ -268,7 +269,7 @@ def _kernels(options: Options, report: Report, plan: kernels.Plan) -> Iterator[F
     if report.model or not options.model:  # else the command would fail
         command, serve = kernels.remedy(options, bundle_path())
         advice = f"Run `{command}`{serve}."
-    yield Finding(subject="kernels", found=found, ok=False if forbidden else None, advice=advice)
+    yield Finding(subject="kernels", found=found, ok=False if forbid and report.model else None, advice=advice)
 
 
 def _refusals(facts: Diagnosis, found: list[KernelReport]) -> Iterator[Finding]:

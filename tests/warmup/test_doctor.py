@@ -308,6 +308,29 @@ def test_the_driver_is_compared_with_the_compilers_of_the_kernels(
     assert found == refused
 
 
+def test_a_damaged_wheel_is_wrong_unless_the_cache_has_all_kernels(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheel, "FOLDER", tmp_path)
+    for cuda in wheel.CUDAS:
+        (tmp_path / f"kernels-cuda{cuda}.tar").write_bytes(b"truncated")
+    status, printed = doctor(capsys)
+    assert (status, "install the wheel again\n" in printed) == (1, True)
+    assert re.search(r"^WRONG  wheel: ", printed, re.MULTILINE)
+    find_or_compile(COMBINE)
+    status, printed = doctor(capsys)
+    assert (status, "       wheel: not needed, because all kernels are available; " in printed) == (0, True)
+
+
+def test_forbid_without_a_model_promises_no_compilation(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_variables(monkeypatch, FP8MOE_JIT="forbid")
+    status, printed = doctor(capsys)
+    assert (status, "compiled at startup" in printed) == (0, False)
+    assert "; FP8MOE_JIT=forbid refuses models that need missing ones" in " ".join(printed.split())
+
+
 def test_weights_that_are_larger_than_a_gpu(
     cache: Path, checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
