@@ -145,6 +145,13 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert [fault for path, link in local if (fault := missing(path, link, path.parent))] == []
 
 
+@pytest.mark.parametrize("trainer", ["verl", "slime", "TRL"])
+def test_a_trainer_has_the_version_that_was_read(trainer: str) -> None:
+    text = (ROOT / "docs" / "rl.md").read_text()
+    assert re.search(rf"^\| {trainer}, ", text, re.MULTILINE)
+    assert re.search(rf"\b{trainer} \d+\.\d+\.\d+\b", text)
+
+
 def test_sections_that_sources_cite_exist() -> None:
     sources = tracked("*.py", "*.cu", "*.cuh", "*.md", "Makefile")
     cited = [(path, target) for path in sources for target in CITED.findall(path.read_text()) if path != Path(__file__)]
