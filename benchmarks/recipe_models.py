@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from benchmarks.tables import TABLES
+
 
 class Measured(NamedTuple):
     """Rows of a file in benchmarks/results: an engine's steps, or a layer's."""
@@ -33,6 +35,8 @@ PARTLY_KNOWN = (
 )
 LAYERS = "models_layer-2026-11-26"
 MORE_LAYERS = "models_layer-h100-2026-11-28"
+(MXFP4_LAYERS,) = TABLES["mxfp4-layers"].names
+MXFP4_LAYER = "the experts of one layer, kept in MXFP4, all on one H200"
 RECIPES = (
     Recipe(
         "deepseek-v3", "DeepSeek-V3, V3.1 and R1", "DeepSeek-V3", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3, R1, V3.1",
@@ -48,12 +52,13 @@ RECIPES = (
         "deepseek-v4-flash", "DeepSeek-V4-Flash", "DeepSeek-V4-Flash", "deepseek-ai/DeepSeek-V4-Flash",
         "DeepSeek-V4-Flash, V4-Pro",
         "The plugin keeps its experts in MXFP4, or re-encodes them to block FP8 (`FP8MOE_FP4_EXPERTS=fp8`).",
-        (Measured(LAYERS, "DeepSeek-V4-Flash", f"{H100_LAYER}, in block FP8"),),
+        (Measured(MXFP4_LAYERS, "V4-Flash EP1", MXFP4_LAYER),),
     ),
     Recipe(
         "deepseek-v4-pro", "DeepSeek-V4-Pro", "DeepSeek-V4-Pro", "deepseek-ai/DeepSeek-V4-Pro",
         "DeepSeek-V4-Flash, V4-Pro",
         "Its experts stay in MXFP4; re-encoded to block FP8 (`FP8MOE_FP4_EXPERTS=fp8`), they need 16 H200.",
+        (Measured(MXFP4_LAYERS, "V4-Pro EP8", "the experts of one layer, kept in MXFP4, that one of 8 H200 holds"),),
     ),
     Recipe(
         "glm-5", "GLM-5, 5.1 and 5.2", "GLM-5.2-FP8", "zai-org/GLM-5.2-FP8", "GLM-5, 5.1, 5.2",
@@ -88,5 +93,6 @@ RECIPES = (
     Recipe(
         "gpt-oss", "gpt-oss-120b", "gpt-oss-120b", "openai/gpt-oss-120b", "gpt-oss-120b, gpt-oss-20b",
         "The plugin serves the experts, in MXFP4 or re-encoded to block FP8; the rest is BF16.",
+        (Measured(MXFP4_LAYERS, "gpt-oss-120b", f"{MXFP4_LAYER}, without biases"),),
     ),
 )  # fmt: skip

@@ -207,7 +207,7 @@ def measured(recipe: Recipe) -> Iterator[str]:
     for found in recipe.measured:
         where = f"[performance](../performance.md), `benchmarks/results/{found.result}.json`"
         yield wrapped(f"{found.what[0].upper()}{found.what[1:]} ({where}):")
-        yield (layer_table if "layer" in found.result else engine_table)(found).rstrip()
+        yield MEASURED[found.result.partition("-")[0]](found).rstrip()
 
 
 def layer_table(found: Measured) -> str:
@@ -219,6 +219,17 @@ def layer_table(found: Measured) -> str:
     )
 
 
+def mxfp4_table(found: Measured) -> str:
+    rows = [row for row in results(found.result)["rows"] if row["shape"] == found.model]
+    peers = any_of(tuple(f"`{name}`" for name in rows[0]["peers"]))
+    header = ["tokens", f"{OURS}, us", "re-encoded to block FP8, us", f"{peers}, us"]
+    best = [min(us for us in row["peers"].values() if not isinstance(us, str)) for row in rows]
+    times = ([row["us"], row["fp8_us"], us] for row, us in zip(rows, best, strict=True))
+    return table(
+        header, ([f"{r['tokens']:,}", *(f"{us:,.0f}" for us in cells)] for r, cells in zip(rows, times, strict=True))
+    )
+
+
 def engine_table(found: Measured) -> str:
     cells: dict[str, dict[str, float]] = {}
     for row in results(found.result)["rows"]:
@@ -226,6 +237,9 @@ def engine_table(found: Measured) -> str:
             cells.setdefault(row["cell"], {})[row["engine"]] = row["ms"]
     header = ["step", f"{OURS}, ms", "vLLM's `fp8`, ms"]
     return table(header, ([cell, f"{ms[OURS]:.1f}", f"{ms['vllm']:.1f}"] for cell, ms in cells.items()))
+
+
+MEASURED = {"models_layer": layer_table, "mxfp4_layer": mxfp4_table, "engine_e2e": engine_table}
 
 
 def index() -> str:

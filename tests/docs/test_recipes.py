@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import recipes
 from benchmarks.recipe_models import RECIPES, Recipe
-from benchmarks.tables import ROOT
+from benchmarks.tables import ROOT, TABLES, results
 from warmup.target import GPUS
 
 
@@ -49,6 +49,21 @@ def test_splits_of_fewer_gpus_are_first_and_name_their_gpus(written: dict[str, s
     assert [options for options, _ in starts] == ["--tp 2", "--tp 4", "--tp 8", "--tp 1 --dp 8 --ep 8"]
     assert gpus[:2] == [[("2", "H200"), ("2", "H20")], [("4", "H100")]]
     assert "4 x H100 80GB (fewest GPUs)" in starts[1][1]
+
+
+@pytest.mark.parametrize(
+    ("page", "shape"),
+    [("deepseek-v4-flash", "V4-Flash EP1"), ("deepseek-v4-pro", "V4-Pro EP8"), ("gpt-oss", "gpt-oss-120b")],
+)
+def test_pages_of_mxfp4_have_its_times(page: str, shape: str, written: dict[str, str]) -> None:
+    (name,) = TABLES["mxfp4-layers"].names
+    found = [row for row in results(name)["rows"] if row["shape"] == shape]
+    assert found
+    text = written[f"{page}.md"]
+    assert "in block FP8 (" not in text
+    for row in found:
+        best = min(us for us in row["peers"].values() if not isinstance(us, str))
+        assert f"| {row['tokens']:,} | {row['us']:,.0f} | {row['fp8_us']:,.0f} | {best:,.0f} |" in text
 
 
 def test_floors_follow_from_bytes_and_operations() -> None:
