@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -207,6 +208,11 @@ def test_programs_that_documents_name_exist() -> None:
     assert len(named) > 10
     paths = {name: ROOT / name.replace(".", "/") for name in named}
     assert {name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())} == set()
+
+
+def test_cuda_core_brings_numpy() -> None:
+    """CONTRIBUTING.md gives this as the reason why numpy is no extra."""
+    assert "numpy" in (metadata.requires("cuda-core") or [])
 
 
 def test_the_example_of_a_plan_runs(capsys: pytest.CaptureFixture[str]) -> None:
