@@ -445,7 +445,8 @@ TABLES = {
     "engines-qwen3": Table(("engine_e2e-qwen3-2026-11-25",), partial(engines, model="qwen3")),
     "engines-dsv3": Table(("engine_e2e-dsv3-21_rounds-2026-11-25",), partial(engines, model="dsv3")),
     "requests-qwen3-48": Table(
-        ("bench_serve-qwen3-48-2026-11-27", "bench_serve-qwen3-48-1k_8k-2026-12-01"), partial(requests, model="qwen3-48")
+        ("bench_serve-qwen3-48-2026-11-27", "bench_serve-qwen3-48-1k_8k-2026-12-01"),
+        partial(requests, model="qwen3-48"),
     ),
     "requests-qwen3-48-deepgemm": Table(
         ("bench_serve-qwen3-48-deepgemm-2026-11-30",), partial(requests, model="qwen3-48")
