@@ -23,6 +23,7 @@ from fp8moe_plugin.plan.scratch import PIECE, scale_pitch, tile_capacity
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK
 from fp8moe_plugin.plan.spec import Arrival, GroupedBy, Grouping, LayerSpec, MoeShape, Output
 from fp8moe_plugin.plan.triton.catalog import TARGETS
+from fp8moe_plugin.plan.tuning import MULTIPROCESSORS
 from tests import helpers as h
 
 many = settings(max_examples=5 * settings.default.max_examples)  # an example takes a few milliseconds
@@ -65,7 +66,7 @@ tunings = st.just(UNTUNED) | st.builds(
     small_batch_bytes=st.sampled_from((0, 2**28, 2**40)),
     packed_small_batch_bytes=st.sampled_from((0, 2**26, 2**40)),
     early_below=st.sampled_from((0, 64, 256, 2**20)),
-    spare_multiprocessors=st.integers(0, 140),
+    spare_multiprocessors=st.integers(0, MULTIPROCESSORS),
 )
 
 
