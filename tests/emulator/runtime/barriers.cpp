@@ -73,6 +73,11 @@ void mbarrier_arrive(u32 barrier, u32 expected_bytes) {
     step();
     update_mbarrier(*self()->cta, barrier, 1, int(expected_bytes));
 }
+bool mbarrier_test_wait(u32 barrier, u32 parity) {
+    step();
+    give_way();
+    return read_mbarrier(*self()->cta, barrier).phase != int(parity & 1);
+}
 bool mbarrier_try_wait(u32 barrier, u32 parity) {
     step();
     give_way();
@@ -86,7 +91,8 @@ bool mbarrier_try_wait(u32 barrier, u32 parity) {
 
 // ---- named barriers ----
 
-void named_barrier(int id, int threads) {
+// Returns whether all threads have come.
+static bool arrive(int id, int threads) {
     step();
     if (id < 0 || id > 15 || threads % 32) fail("named barrier %d of %d threads", id, threads);
     Cta& cta = *self()->cta;
@@ -94,10 +100,15 @@ void named_barrier(int id, int threads) {
     if (barrier.arrived && barrier.expected != threads)
         fail("named barrier %d has %d threads and %d", id, barrier.expected, threads);
     barrier.expected = threads;
-    if (++barrier.arrived < threads) return block(Wait::kNamedBarrier, id);
+    if (++barrier.arrived < threads) return false;
     barrier.arrived = 0;
     if (threads == int(cta.fibers.size())) publish_peer_stores(cta);
     wake_all(cta, Wait::kNamedBarrier, id);
+    return true;
 }
+void named_barrier(int id, int threads) {
+    if (!arrive(id, threads)) block(Wait::kNamedBarrier, id);
+}
+void named_barrier_arrive(int id, int threads) { arrive(id, threads); }
 void sync_threads() { named_barrier(0, int(self()->cta->fibers.size())); }
 }  // namespace emu

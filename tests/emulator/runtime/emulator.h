@@ -54,7 +54,7 @@ void wgmma_issue(float* d, u64 a, u64 b, bool accumulate, int n);
 void wgmma_issue_registers(float* d, const u32* a, u64 b, bool accumulate, int n);
 void wgmma_fence();
 void wgmma_commit();
-void wgmma_wait();
+void wgmma_wait(int left);  // groups that may still be running
 
 // ---- shared memory ----
 u8* shared_at(u32 address, u32 bytes);      // checked
@@ -70,8 +70,10 @@ struct DynamicShared {
 // ---- barriers ----
 void mbarrier_init(u32 barrier, u32 count);
 void mbarrier_arrive(u32 barrier, u32 expected_bytes);
-bool mbarrier_try_wait(u32 barrier, u32 parity);  // whether the phase has completed
+bool mbarrier_test_wait(u32 barrier, u32 parity);  // whether the phase has completed
+bool mbarrier_try_wait(u32 barrier, u32 parity);   // the same, after a while
 void named_barrier(int id, int threads);
+void named_barrier_arrive(int id, int threads);
 void sync_threads();
 
 // ---- clusters: an address in another CTA's shared memory has that CTA's rank in its high bits ----

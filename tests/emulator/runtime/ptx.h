@@ -136,9 +136,13 @@ inline void fence_mbarrier_init_release_cluster() { emu::step(); }
 // ---- barriers ----
 
 inline void bar_sync(int id, int threads) { emu::named_barrier(id, threads); }
+inline void bar_arrive(int id, int threads) { emu::named_barrier_arrive(id, threads); }
 inline void mbarrier_init_shared_cta_b64(u32 barrier, u32 count) { emu::mbarrier_init(barrier, count); }
 inline void mbarrier_arrive_shared_cta_b64(u32 barrier) { emu::mbarrier_arrive(barrier, 0); }
 inline void mbarrier_arrive_expect_tx_shared_cta_b64(u32 barrier, u32 bytes) { emu::mbarrier_arrive(barrier, bytes); }
+inline void mbarrier_test_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32 parity) {
+    done = emu::mbarrier_test_wait(barrier, parity);
+}
 inline void mbarrier_try_wait_parity_shared_cta_b64(bool& done, u32 barrier, u32 parity) {
     done = emu::mbarrier_try_wait(barrier, parity);
 }
@@ -254,7 +258,7 @@ WGMMA(256)
 #undef WGMMA
 inline void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
 inline void wgmma_commit_group_sync_aligned() { emu::wgmma_commit(); }
-inline void wgmma_wait_group_sync_aligned(int) { emu::wgmma_wait(); }
+inline void wgmma_wait_group_sync_aligned(int left) { emu::wgmma_wait(left); }
 
 // ---- mma: a warp's lanes hand in their registers, two at a time ----
 

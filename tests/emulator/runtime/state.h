@@ -72,6 +72,7 @@ struct Rendezvous {
 struct WgmmaResult {
     float* registers[32];  // of each lane
     int count;
+    u32 last;  // number of the last wgmma that adds to it
     float values[32][128] = {};
 };
 using WarpRows = std::array<u8, 16 * 32>;  // bytes of A, row by row
@@ -89,7 +90,7 @@ struct Warp {
     std::deque<Rendezvous> meetings;
     std::deque<Multiplication> multiplications;
     std::vector<std::shared_ptr<WgmmaResult>> results;  // since the first fence after a wait
-    u32 issued = 0, committed = 0, completed = 0;
+    u32 issued = 0, committed = 0, committed_before = 0, completed = 0;
     bool fenced = false, running = false;
     u32 lagging = 0;           // lanes that run only when nothing else can
     std::vector<Fiber*> held;  // of those, the ones that could run

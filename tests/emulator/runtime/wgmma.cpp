@@ -88,7 +88,7 @@ static void issue(Warp& warp, const Multiplication& m) {
     auto& issued = warp.cta->issued[warp.index / 4];
     if (warp.issued == issued.size()) issued.push_back({m.a, m.b, nullptr, m.accumulate, m.n, nullptr});
     if (!same(issued[warp.issued], m)) fail("the warps of a warpgroup issue different wgmma");
-    ++warp.issued;
+    m.result->last = ++warp.issued;
     warp.multiplications.push_back(m);
     if (warp.running) return;
     warp.running = true;
@@ -150,16 +150,20 @@ void wgmma_fence() {
 }
 void wgmma_commit() {
     collect(kWgmmaCommit, ~0u, 0);
-    if (current->lane == 0) self()->warp->committed = self()->warp->issued;
+    Warp& warp = *self()->warp;
+    if (current->lane == 0) warp.committed_before = std::exchange(warp.committed, warp.issued);
 }
-void wgmma_wait() {
+void wgmma_wait(int left) {
     collect(kWgmmaWait, ~0u, 0);
     Warp& warp = *self()->warp;
     if (warp.committed != warp.issued) fail("wgmma without wgmma.commit_group before the wait");
-    if (current->lane == 0) warp.fenced = false;
-    while (warp.completed < warp.issued) block(Wait::kWgmma);
+    if (left > 1) fail("wgmma.wait_group %d: the emulator knows only the last two groups", left);
+    const u32 end = left ? warp.committed_before : warp.committed;
+    if (current->lane == 0 && !left) warp.fenced = false;
+    while (warp.completed < end) block(Wait::kWgmma);
     for (const auto& result : warp.results)
-        std::copy_n(result->values[current->lane], result->count, result->registers[current->lane]);
+        if (result->last <= end)
+            std::copy_n(result->values[current->lane], result->count, result->registers[current->lane]);
 }
 
 void store_matrix(u32 row_address, const u32* values, int count, bool transposed) {
