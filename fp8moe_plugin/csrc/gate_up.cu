@@ -274,6 +274,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #endif
     } else {
         increase_registers<kMathRegisters>();
+#ifdef DECODED
+        MultiplyTurns{warpgroup}.begin();
+#endif
         Buffers buffers{};
         StoredTiles stored{done_counters};
         while (true) {
@@ -282,6 +285,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (tile.rows == 0) break;
             compute_tile(shared, rings, in, bias, out, tile, warpgroup, buffers, stored);
         }
+#ifdef DECODED
+        MultiplyTurns{warpgroup}.end();
+#endif
         stored.finish(shared, warpgroup);
     }
 }

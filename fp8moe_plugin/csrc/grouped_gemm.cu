@@ -278,6 +278,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #endif
     } else {
         increase_registers<kMathRegisters>();
+#ifdef DECODED
+        MultiplyTurns{warpgroup}.begin();
+#endif
         Result out{&d_map, d, c, m, n, bias};
         while (true) {
             barrier_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
@@ -285,6 +288,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (tile.rows == 0) break;
             compute_tile(shared, rings, in, out, tile, warpgroup);
         }
+#ifdef DECODED
+        MultiplyTurns{warpgroup}.end();
+#endif
         if (threadIdx.x % kWarpgroup < storing_threads()) tma_store_wait();
     }
 }

@@ -1139,6 +1139,16 @@ FAULTS = {
     "the second slab has the codes of the first": Fault(
         "formats/weights_mxfp4.cuh", "chunk + slab * kSlabCodes", "chunk", packed_layer, "AssertionError"
     ),
+    "the first of two products is added before it is there": Fault(
+        "mma/decoded_row_tile.cuh",
+        "            wgmma_wait_for_earlier();\n            turns.pass();\n            wgmma_results_ready",
+        "            turns.pass();\n            wgmma_results_ready",
+        packed_shared_tiles,
+        WRONG_RESULT,
+    ),
+    "nobody takes the last turn": Fault(
+        "mma/decoded_row_tile.cuh", "if (warpgroup == 0) take();", "", packed_shared_tiles, "ended with threads at"
+    ),
     "decoded weights are not fenced": Fault(
         "pipeline/decode_row_tile.cuh",
         "            fence_proxy_async();\n",
@@ -1255,8 +1265,8 @@ FAULTS = {
     ),
     "the second block of tokens has the scales of the first": Fault(
         "mma/decoded_row_tile.cuh",
-        "const int row = first + part.token(i);",
-        "const int row = first + part.token(0);",
+        "scales.read(shared, s, first + part.token(i), part.chunk + j);",
+        "scales.read(shared, s, first + part.token(0), part.chunk + j);",
         packed_shared_tiles,
         "AssertionError",
     ),
@@ -1272,8 +1282,8 @@ FAULTS = {
     ),
     "the gate projection has the scale of the up projection": Fault(
         "mma/decoded_row_tile.cuh",
-        "weights.scale_of_half(kPaired ? i : chunk)",
-        "weights.scale_of_half(kPaired ? 1 : chunk)",
+        "scale_of_half(kPaired ? i : chunk)",
+        "scale_of_half(kPaired ? 1 : chunk)",
         packed_shared_tiles,
         "AssertionError",
     ),

@@ -22,6 +22,8 @@ DEVICE u64 wgmma_descriptor(u32 low) {
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// For all groups but the last.
+DEVICE void wgmma_wait_for_earlier() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
 
 // Keeps the compiler from moving reads of an accumulator above the wait.
 template <int kCount>
@@ -115,13 +117,17 @@ WGMMA_A_IN_REGISTERS(64, NAMES_32, OUTS_32, "%32,%33,%34,%35", "%36", "%37")
 #undef OUT8
 #undef OUT4
 
-// d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit.
+// d = A[64, 128] @ B[N, 128]^T, between wgmma_fence and wgmma_commit. The first one takes the low words of descriptors,
+// and multiplies the quarters of K from kFirst to kEnd.
+template <int kFirst = 0, int kEnd = 4, int kCount>
+DEVICE void wgmma_issue_described(float (&d)[kCount], u32 a, u32 b) {
+#pragma unroll
+    for (int step = kFirst * kDescriptorStepK; step < kEnd * kDescriptorStepK; step += kDescriptorStepK)
+        wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
+}
 template <int kCount>
 DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
-    u32 a = wgmma_descriptor_low(a_tile), b = wgmma_descriptor_low(b_tile);
-#pragma unroll
-    for (int step = 0; step < 4 * kDescriptorStepK; step += kDescriptorStepK)
-        wgmma(d, wgmma_descriptor(a + step), wgmma_descriptor(b + step), step > 0);
+    wgmma_issue_described(d, wgmma_descriptor_low(a_tile), wgmma_descriptor_low(b_tile));
 }
 template <int kCount>
 DEVICE void wgmma_issue(float (&d)[kCount], RegistersA a, u32 b_tile) {

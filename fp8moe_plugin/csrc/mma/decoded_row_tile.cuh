@@ -38,67 +38,143 @@ DEVICE void compute_part(const Tile& tile, int columns, int warpgroup, Compute c
         compute(PartOfTile<1, 2, false>{false, warpgroup, 0});
 }
 
-// Multiplies 64 tokens at `tokens` by the rows of weights from `row` on, those of chunk `chunk`. kPaired: rows of the
-// gate and of the up projection take turns. Calls release() when the stage has been read.
-template <bool kPaired, int kElements, class SharedMemory, class Release>
-DEVICE void add_product(const WeightTile<SharedMemory>& weights, u32 tokens, const float (&token_scale)[2], int chunk,
-                        int row, float (&sum)[kElements], Release release) {
-    constexpr int kScales = kPaired ? 2 : 1, kTurn = kPairedRows / 2;  // elements
-    float product[kElements], scale[kScales][2];
-    wgmma_start(product, tokens, weights.operand(row));
-#pragma unroll
-    for (int i = 0; i < kScales; ++i) {
-        const float of_weights = weights.scale_of_half(kPaired ? i : chunk);
-        scale[i][0] = token_scale[0] * of_weights, scale[i][1] = token_scale[1] * of_weights;
-    }
-    wgmma_finish(product);
-    release();
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) sum[e] += scale[kPaired ? e / kTurn % 2 : 0][row_index(e)] * product[e];
-}
+// The low words of the descriptors of a warpgroup's operands, in any stage.
+template <class SharedMemory>
+struct DescribedOperands {
+    u32 first_tokens, further, weights, half;  // in stage 0
 
+    template <class Part>
+    DEVICE DescribedOperands(SharedMemory shared, const Part& part, int warpgroup)
+        : first_tokens(described(shared.tokens(0, part.token(0)))),
+          further(described(further_tokens(shared, 0, part.chunk, part.token(1)))),
+          weights(described(shared.weights(0, part.chunk * kHalfN))),
+          half(described(shared.weights(0, part.chunk * kHalfN + warpgroup * kHalfN / 2))) {}
+
+    // Block i of the part's tokens.
+    DEVICE u32 tokens(int stage, int i) const {
+        return i == 0 ? first_tokens + stage * kDistance<Tokens> : further + stage * kDistance<Weights>;
+    }
+    // Chunk j of the part's weights.
+    DEVICE u32 chunk(int stage, int j) const {
+        return weights + stage * kDistance<Weights> + (j * kHalfN * kRowOfTile >> 4);
+    }
+    DEVICE u32 half_chunk(int stage) const { return half + stage * kDistance<Weights>; }
+
+   private:
+    // Opaque, or the compiler makes them anew in each step.
+    DEVICE static u32 described(u32 tile) { return warp_uniform(wgmma_descriptor_low(tile)); }
+    template <template <int> class Name>
+    static constexpr u32 kDistance = SharedMemory::template kBytes<Name> >> 4;  // of stages
+};
+
+// The scales of a thread's two rows of a product. kPaired: rows of the gate and of the up projection take turns.
+template <bool kPaired>
+struct ProductScales {
+    static constexpr int kScales = kPaired ? 2 : 1, kTurn = kPairedRows / 2;  // elements
+    float scale[kScales][2];
+
+    // `chunk`: of the stage.
+    template <class SharedMemory>
+    DEVICE void read(SharedMemory shared, int stage, u32 row, int chunk) {
+        const float token[2] = {load_shared_float(shared.token_scale(stage, row)),
+                                load_shared_float(shared.token_scale(stage, row + row_offset(1)))};
+#pragma unroll
+        for (int i = 0; i < kScales; ++i) {
+            const float of_weights = WeightTile(shared, stage).scale_of_half(kPaired ? i : chunk);
+            scale[i][0] = token[0] * of_weights, scale[i][1] = token[1] * of_weights;
+        }
+    }
+    template <int kElements>
+    DEVICE void add(const float (&product)[kElements], float (&sum)[kElements]) const {
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) sum[e] += scale[kPaired ? e / kTurn % 2 : 0][row_index(e)] * product[e];
+    }
+};
+
+// The warpgroups take turns to multiply: one adds its product while the tensor cores work for the other. Without turns
+// both multiply at once, and then both add.
+struct MultiplyTurns {
+    static constexpr int kFirstBarrier = kProducerBarrier + 1, kBothWarpgroups = kMathWarpgroups * kWarpgroup;
+    int warpgroup;
+
+    // Before the first tile, and after the last one.
+    DEVICE void begin() const {
+        if (warpgroup == 1) pass();
+    }
+    DEVICE void end() const {
+        if (warpgroup == 0) take();
+    }
+    DEVICE void take() const { named_barrier(kFirstBarrier + warpgroup, kBothWarpgroups); }
+    // When most of the product is there, as the other warpgroup takes a while to begin.
+    DEVICE void pass() const { named_barrier_arrive(kFirstBarrier + (warpgroup ^ 1), kBothWarpgroups); }
+};
+
+// Adds up the products of a tile's steps. The first stage is full.
 template <bool kPaired, class Part, class SharedMemory, int kStages>
 DEVICE void multiply_part(SharedMemory shared, Ring<kStages>& ring, int steps, const Tile& tile, const Part& part,
                           int warpgroup, typename Part::Sums& sum, typename Part::HalfSums& half) {
-    const int first = ActivationScales::offset(tile.row) + warp_row(threadIdx.x) + lane_row(threadIdx.x);
+    const u32 first = in_registers(ActivationScales::offset(tile.row) + warp_row(threadIdx.x) + lane_row(threadIdx.x));
+    const DescribedOperands<SharedMemory> operands(shared, part, warpgroup);
+    const MultiplyTurns turns{warpgroup};
 #pragma unroll
     for (int i = 0; i < Part::kBlocks; ++i) clear(sum[i]);
     clear(half);
-    bool ready = false;  // whether the next stage is known to be full
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0;; ++step) {
         const int s = ring.stage;
-        const WeightTile weights(shared, s);
-        if (!ready) barrier_wait(shared.full(s), ring.phase);
-        auto scales_of = [&](int i, float (&scale)[2]) {
-            const int row = first + part.token(i);
-            scale[0] = load_shared_float(shared.token_scale(s, row));
-            scale[1] = load_shared_float(shared.token_scale(s, row + row_offset(1)));
-        };
+        const bool more = step + 1 < steps;
+        bool ready;  // the next stage
         auto release_stage = [&] {
-            release(shared, s);
-            ring.advance();
-            ready = step + 1 < steps && barrier_completed(shared.full(ring.stage), ring.phase);
+            Ring<kStages> next = ring;
+            next.advance();
+            // In the last step of this stage, which is full until it is released: a branch would cost more.
+            ready = barrier_has_completed(shared.full(more ? next.stage : s), more ? next.phase : ring.phase);
+            __syncwarp();
+            barrier_arrive_by_one_lane(shared.empty(s));
+            ring = next;
         };
-        float scale[2];
-#pragma unroll
-        for (int i = 0; i < Part::kBlocks; ++i) {
-            const u32 tokens =
-                i == 0 ? shared.tokens(s, part.token(0)) : further_tokens(shared, s, part.chunk, part.token(1));
-            scales_of(i, scale);
-#pragma unroll
-            for (int j = 0; j < Part::kChunks; ++j) {
-                const bool last = !Part::kHasHalf && i == Part::kBlocks - 1 && j == Part::kChunks - 1;
-                const int chunk = part.chunk + j;
-                add_product<kPaired>(weights, tokens, scale, chunk, chunk * kHalfN, sum[i][j], [&] {
-                    if (last) release_stage();
-                });
-            }
-        }
+        ProductScales<kPaired> scales;
+        float product[kHalfN / 2];
         if constexpr (Part::kHasHalf) {
-            scales_of(1, scale);
-            add_product<kPaired>(weights, further_tokens(shared, s, part.chunk, part.token(1)), scale, part.chunk,
-                                 part.chunk * kHalfN + warpgroup * kHalfN / 2, half[0], release_stage);
+            // Two products at once: the first one is added while the tensor cores work on the second.
+            ProductScales<kPaired> second_scales;
+            float second[kHalfN / 4];
+            turns.take();
+            wgmma_fence();
+            wgmma_issue_described(product, operands.tokens(s, 0), operands.chunk(s, 0));
+            wgmma_commit();
+            wgmma_fence();
+            wgmma_issue_described(second, operands.tokens(s, 1), operands.half_chunk(s));
+            wgmma_commit();
+            scales.read(shared, s, first + part.token(0), part.chunk);
+            second_scales.read(shared, s, first + part.token(1), part.chunk);
+            wgmma_wait_for_earlier();
+            turns.pass();
+            wgmma_results_ready(product);
+            scales.add(product, sum[0][0]);
+            wgmma_finish(second);
+            release_stage();
+            second_scales.add(second, half[0]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < Part::kBlocks; ++i)
+#pragma unroll
+                for (int j = 0; j < Part::kChunks; ++j) {
+                    turns.take();
+                    wgmma_fence();
+                    wgmma_issue_described<0, 3>(product, operands.tokens(s, i), operands.chunk(s, j));
+                    wgmma_commit();
+                    wgmma_issue_described<3, 4>(product, operands.tokens(s, i), operands.chunk(s, j));
+                    wgmma_commit();
+                    scales.read(shared, s, first + part.token(i), part.chunk + j);
+                    wgmma_wait_for_earlier();
+                    turns.pass();
+                    wgmma_finish(product);
+                    if (i == Part::kBlocks - 1 && j == Part::kChunks - 1) release_stage();
+                    scales.add(product, sum[i][j]);
+                }
         }
+        if (!more) break;
+        if (!ready) barrier_wait(shared.full(ring.stage), ring.phase);
     }
 }
