@@ -1,4 +1,5 @@
-"""The sections of docs/tuning.md, from the comments in fp8moe_plugin/plan/tuning.py; `benchmarks.tables` writes them.
+"""The sections of docs/tuning.md, from the comments in both tuning.py of fp8moe_plugin/plan; `benchmarks.tables` writes
+them.
 
 A comment is read as paragraphs: what the constant decides, `Measured: ...` and `Measure again: ...`. `[042]` becomes a
 link to that record.
@@ -10,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "tuning.md"
-SOURCE = ROOT / "fp8moe_plugin" / "plan" / "tuning.py"
+PLAN = ROOT / "fp8moe_plugin" / "plan"
+SOURCES = PLAN / "tuning.py", PLAN / "triton" / "tuning.py"
 CONSTANT = re.compile(r"((?:^#.*\n)+)^([A-Z_0-9]+) = (.+)\n", re.MULTILINE)
 PARTS = re.compile(r"(?P<decides>.+?) (?P<measured>Measured: .+?) (?P<again>Measure again: .+)")
 GENERATED = re.compile(r"(<!-- generated .*?-->\n).*(<!-- end of generated -->)", re.DOTALL)
@@ -39,6 +41,7 @@ def section(comment: str, name: str, value: str) -> str:
 
 
 def rendered(document: str) -> str:
-    """Returns the document with the sections of all constants of plan/tuning.py."""
-    sections = "\n\n".join(section(*found) for found in CONSTANT.findall(SOURCE.read_text()))
+    """Returns the document with the sections of all constants."""
+    constants = (found for source in SOURCES for found in CONSTANT.findall(source.read_text()))
+    sections = "\n\n".join(section(*found) for found in constants)
     return GENERATED.sub(lambda marked: f"{marked[1]}\n{sections}\n\n{marked[2]}", document)

@@ -1,9 +1,10 @@
 // The first GEMM of the experts with its activation, for few rows per expert: q = quantized SiLU(gate) * up, with
 // gate, up = x[a_rows[i]] @ w13[expert]^T, or x[i]. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
-// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded (`padded_tokens`).
-// 8 rows of the gate projection are interleaved with the same 8 of the up projection, by TMA or in packed chunks: in
-// wgmma's layout a thread then holds both of a channel, and a tile holds a whole group of the quantization.
+// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded (`padded_tokens`);
+// with TILE_TOKENS, of packed MXFP4, by up to so many. 8 rows of the gate projection are interleaved with the same 8 of
+// the up projection, by TMA or in packed chunks: in wgmma's layout a thread then holds both of a channel, and a tile
+// holds a whole group of the quantization.
 //
 // Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.
 //
@@ -20,11 +21,11 @@
 // Out:  q           e4m3 [m, I];    scales  float32 [I / 128, m] at scale_pitch(m)
 #include "epilogue/activated_rows.cuh"
 #include "formats/row_scales.cuh"
-#include "mma/swap_ab.cuh"
+#include "mma/swap_ab_parts.cuh"
 #include "pipeline/split_k.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kBlockTokens = kFewRowsTile, kBlockI = 128, kBlockK = 128;
+constexpr int kBlockTokens = kTileTokens, kBlockI = 128, kBlockK = 128;
 constexpr int kProducers = 128, kThreads = THREADS, kMathThreads = kThreads - kProducers;
 constexpr int kMathWarpgroups = kMathThreads / 128, kMathWarps = kMathThreads / kWarp;
 static_assert(kMathWarpgroups == 2 || kMathWarpgroups == 4, "each has the same number of slabs");
@@ -33,6 +34,7 @@ constexpr int kProducerRegisters = kSlabs == 2 ? 72 : 32, kMathRegisters = kSlab
 static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kSlabs == 2 ? 168 : 96),
               "the launch's registers per thread");
 constexpr int kProducerWarps = kProducers / kWarp - 1, kFinishWarp = kMathWarps + kProducerWarps;
+constexpr int kScalePlaces = ceil_div(kBlockTokens, 16) * 16;  // see ByThread
 constexpr int kFullArrivals = 1 + kWarp;  // the announced bytes of TMA, and each lane of the warp that fills the stage
 constexpr int kMathBarrier = 1 + kMathWarpgroups, kProducerBarrier = kMathBarrier + 1;
 
@@ -41,7 +43,7 @@ struct IsLast : Once<kCount, 4> {};  // see comes_last
 template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
 using SharedMemory =
-    Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Activated<kBlockTokens>, TokenScales<kBlockTokens>,
+    Stages<kAsManyAsFit, Weights<2 * kBlockI>, Tokens<kBlockTokens>, Activated<kBlockTokens>, TokenScales<kScalePlaces>,
            WeightScales<2>, TileOfStage<1>, Full<1>, Empty<1>, ActivatedTile<1>, AllActivated<1>, AllFinished<1>,
            IsLast<1>, SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
@@ -101,7 +103,7 @@ struct WeightLoads {
 // A tile's rows of tokens, and their scales. A lane has rows that are a warp apart. Gathered rows are boxes of one row,
 // as the swizzle follows from addresses.
 struct TokenLoads : StepsOfTile {
-    static constexpr int kCount = kBlockTokens / kWarp;
+    static constexpr int kCount = ceil_div(kBlockTokens, kWarp);
     static constexpr int kAtOnce = kDecodedToRegisters ? 4 : 1;  // gathered rows
     const TensorMap* x;
     const float* scales;
@@ -206,12 +208,15 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, ActivatedRows
     const RowScales<2 * kSlabs> scales(in.weight_scales, row);
     const RowBiases<2 * kSlabs> biases(out.bias, row);
     const int first = warpgroup * kSlabs * 64;
-    if constexpr (kOneBase) {
+    if constexpr (kWideTiles) {
+        multiply_stages_in_parts<kTokens, 40, 2, ByThread>(shared, ring, in.steps, first, 0, sum);
+    } else if constexpr (kOneBase) {
         multiply_packed_stages<kTokens, 2, OnlyTokenScales<kTokens, ByThread>>(shared, ring, in.steps, first, 0, sum);
     } else {
         multiply_stages<kTokens, GateUpScales<kTokens, Order>>(shared, ring, in.steps, first, 0, sum);
     }
-    if (in.splits.count == 1 || add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
+    if (kWideTiles || in.splits.count == 1 ||
+        add_splits<kTokens, kMathThreads>(shared.at<IsLast>(0), out, tile, kMathBarrier, sum)) {
         scales.scale(sum);  // once, not each split
         biases.add_to(sum);
         rows.stage<kTokens>(shared, out.activation, tile, sum);
@@ -246,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(shared, kStages, kFullArrivals, kMathWarps);
 
     const int warp = warp_uniform(threadIdx.x / kWarp), warpgroup = warp / 4;
-    const Splits parts{kSlabs == 2 ? splits : 1};  // of K: see add_splits
+    const Splits parts{kSlabs == 2 && !kWideTiles ? splits : 1};  // of K: see add_splits
     const int k_blocks = k / kBlockK, steps = weight_steps(w_map, k_blocks) / parts.count;
     Operands in{&w_map,
                 &x_map,

@@ -2,7 +2,7 @@
 // once.
 //
 // Swap-AB: a tile is 128 rows of weights by up to 64 tokens, which are padded (`padded_tokens`) by the expert's own
-// count.
+// count; with TILE_TOKENS, of packed MXFP4, 256 rows by up to so many tokens.
 //
 // A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
 // where K is short.
@@ -19,31 +19,35 @@
 #include "device/ptx.cuh"
 #include "epilogue/store_transposed.cuh"
 #include "formats/row_scales.cuh"
-#include "mma/swap_ab.cuh"
+#include "mma/swap_ab_parts.cuh"
 #include "pipeline/activation_scales.cuh"
 #include "pipeline/done_counters.cuh"
 #include "pipeline/producer.cuh"
 #include "pipeline/tile_queue.cuh"
 
-constexpr int kBlockN = FEW_ROWS_TILE_N, kBlockK = 128;
+constexpr int kBlockN = kWideTiles ? WIDE_FEW_ROWS_TILE_N : FEW_ROWS_TILE_N, kBlockK = 128;
 constexpr int kMathWarpgroups = 2, kMathThreads = 128 * kMathWarpgroups, kWarpgroupN = kBlockN / kMathWarpgroups;
 constexpr int kProducers = 128, kProducerWarps = kProducers / kWarp, kThreads = kMathThreads + kProducers;
 static_assert(kThreads == THREADS, "the launch has a thread for each role");
-constexpr int kBlocks = SMEM_BYTES <= 113 * 1024 ? 2 : 1;     // for which an SM has room
-constexpr int kProducerRegisters = 32, kMathRegisters = 104;  // with two blocks, which share the registers
-static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * 80,
-              "the launch's 80 per thread");
+constexpr int kSlabs = kWarpgroupN / 64;                                 // of 64 rows of weights, per warpgroup
+constexpr int kScaledRows = 128, kScalesOfTile = kBlockN / kScaledRows;  // of weights, with a scale each
+constexpr int kBlocks = SMEM_BYTES <= 113 * 1024 ? 2 : 1;                // for which an SM has room
+constexpr bool kMovesRegisters = kBlocks == 2 || kWideTiles;             // from producers to math warps
+constexpr int kProducerRegisters = kWideTiles ? 72 : 32, kMathRegisters = kWideTiles ? 216 : 104;
+static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMathWarpgroups) * (kWideTiles ? 168 : 80),
+              "the launch's registers per thread; with two blocks, which share them");
 constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
 constexpr int kProducerBarrier = 1 + kMathWarpgroups;
-constexpr int kBlockTokens = kFewRowsTile;
+constexpr int kBlockTokens = kTileTokens;
+constexpr int kStagedTokens = kWideTiles ? 24 : kBlockTokens;                 // at once, in an epilogue
 constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
 
 template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
 using SharedMemory =
-    Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kBlockTokens>, Staging<kMathWarpgroups * kBlockTokens>,
-           TokenScales<kBlockTokens + ActivationScales::kSlack>, WeightScales<1>, TileOfStage<1>, Full<1>, Empty<1>,
-           SharedTile<1>, WeightTables<1>>;
+    Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kBlockTokens>, Staging<kMathWarpgroups * kSlabs * kStagedTokens>,
+           TokenScales<kBlockTokens + ActivationScales::kSlack>, WeightScales<kScalesOfTile>, TileOfStage<1>, Full<1>,
+           Empty<1>, SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
 
 using Queue = TileQueue<kBlockTokens>;
@@ -57,6 +61,7 @@ struct Operands {
     int n, k_blocks, steps, columns_at_once;  // steps: of a column
 
     DEVICE int columns() const { return (n + kBlockN - 1) / kBlockN; }
+    DEVICE int scaled_blocks() const { return (n + kScaledRows - 1) / kScaledRows; }  // of an expert
 };
 
 // ---- producer: four warps, which take turns with the stages ---------------------------------------------------------
@@ -65,20 +70,22 @@ struct Operands {
 struct TileLoads {
     Tile tile;
     const TensorMap* token_map;
-    int padded, box_tokens, weight_row, scale_pitch;
+    int padded, box_tokens, weight_row, scale_pitch, blocks;  // blocks: of kScaledRows, from the first column on
     const WeightScale* weight_scale;
     const float* token_scale;
     u32 scale_bytes, bytes;
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
         padded = padded_tokens(tile.rows);
-        const bool narrow = kMoreWidths ? padded % kWideBoxTokens != 0 : padded < kWideBoxTokens;
+        const bool narrow = kWideTiles || (kMoreWidths ? padded % kWideBoxTokens != 0 : padded < kWideBoxTokens);
         box_tokens = narrow ? kBoxTokens : kWideBoxTokens;
         token_map = narrow ? in.tokens : in.wide_tokens;
         int column = tile.column * in.columns_at_once;
         weight_row = tile.expert * in.n + column * kBlockN;
         scale_pitch = ::scale_pitch(*in.weights, in.k_blocks);
-        weight_scale = scales_of_rows(in.weight_scales, tile.expert * in.columns() + column, scale_pitch);
+        blocks = in.scaled_blocks() - column * kScalesOfTile;
+        weight_scale =
+            scales_of_rows(in.weight_scales, tile.expert * in.scaled_blocks() + column * kScalesOfTile, scale_pitch);
         token_scale = in.token_scales.of_tile(tile);
         scale_bytes = ActivationScales::bytes(tile);
         bytes = WeightTile<SharedMemory>::kBytes + padded * kBlockK + scale_bytes;
@@ -87,12 +94,22 @@ struct TileLoads {
     DEVICE void weights(SharedMemory shared, int s, const Operands& in, int column, int k) const {
         barrier_arrive_expect(shared.full(s), bytes);
         const WeightTile to(shared, s);
-        to.load(0, in.weights, shared.full(s), k, weight_row + column * kBlockN);
-        to.load_scale(0, weight_scale + column * scale_pitch + k);
+#pragma unroll
+        for (int i = 0; i < kScalesOfTile; ++i) {
+            // Where N ends within a tile, its last rows take the place of those that are not there.
+            const int block = kWideTiles ? min(column * kScalesOfTile + i, blocks - 1) : column;
+            to.load(i * kScaledRows, in.weights, shared.full(s), k, weight_row + block * kScaledRows);
+            to.load_scale(i, weight_scale + block * scale_pitch + k);
+        }
     }
     DEVICE void tokens(SharedMemory shared, int s, const Operands& in, int column, int step) const {
-        const int k = StepsOfTile(weight_scale + column * scale_pitch, *in.weights, in.k_blocks).k_block(step);
-        for (int token = 0; token < padded; token += box_tokens)
+        const int k =
+            StepsOfTile(weight_scale + column * kScalesOfTile * scale_pitch, *in.weights, in.k_blocks).k_block(step);
+        int token = 0;
+        if constexpr (kWideTiles)
+            for (; token + kWideBoxTokens <= padded; token += kWideBoxTokens)
+                tma_load(shared.tokens(s, token), in.wide_tokens, shared.full(s), k * kBlockK, tile.row + token);
+        for (; token < padded; token += box_tokens)
             tma_load(shared.tokens(s, token), token_map, shared.full(s), k * kBlockK, tile.row + token);
         bulk_load(shared.token_scale(s, 0), token_scale + k * in.token_scales.k_stride, shared.full(s), scale_bytes);
         copy_async_arrive(shared.full(s));
@@ -154,17 +171,24 @@ DEVICE void load_tiles(SharedMemory shared, const Operands& in, Queue& queue, co
 template <int kTokens, bool kOneBase>
 DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operands& in, const float* bias, u16* d,
                          const Tile& tile, int warpgroup) {
-    Fragment<kTokens> sum[1];
+    Fragment<kTokens> sum[kSlabs];
 #pragma unroll 1
     for (int column = tile.column * in.columns_at_once, end = column + in.columns_at_once; column < end; ++column) {
         auto weight_row = [&](int i) {  // N is a multiple of kBlockN
-            int row = warpgroup * kWarpgroupN + warp_row(threadIdx.x) + lane_row(threadIdx.x) + row_offset(i);
+            int row = warpgroup * kWarpgroupN + warp_row(threadIdx.x) + lane_row(threadIdx.x);
+            if constexpr (kWideTiles)  // where N ends within a tile, any row will do
+                row = min(row + i / 2 * kFragmentRows + row_offset(i % 2), in.n - 1 - column * kBlockN);
+            else
+                row += row_offset(i);
             return tile.expert * in.n + column * kBlockN + row;
         };
-        const RowScales<2> scales(in.weight_scales, weight_row);
-        const RowBiases<2> biases(bias, weight_row);
+        const RowScales<2 * kSlabs> scales(in.weight_scales, weight_row);
+        const RowBiases<2 * kSlabs> biases(bias, weight_row);
         const int first = warpgroup * kWarpgroupN, first_token = ActivationScales::offset(tile.row);
-        if constexpr (kOneBase) {
+        if constexpr (kWideTiles) {
+            constexpr int kMost = kTokens > 96 ? 24 : 40;  // for which there are registers
+            multiply_stages_in_parts<kTokens, kMost, 1, InOrder>(shared, ring, in.steps, first, first_token, sum);
+        } else if constexpr (kOneBase) {
             multiply_packed_stages<kTokens, 1, OnlyTokenScales<kTokens, InOrder>>(shared, ring, in.steps, first,
                                                                                   first_token, sum);
         } else {
@@ -173,8 +197,13 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         scales.scale(sum);
         biases.add_to(sum);
         auto row_of = [&](int token) { return d + i64(tile.row + token) * in.n; };
-        store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, row_of, in.n, tile.rows,
-                                  column * kBlockN + warpgroup * kWarpgroupN, sum[0]);
+        const int channel = column * kBlockN + warpgroup * kWarpgroupN;
+        if constexpr (kWideTiles)
+            store_transposed_in_parts<kTokens, kStagedTokens>(shared.staging(warpgroup * kSlabs * kStagedTokens),
+                                                              warpgroup, row_of, in.n, tile.rows, channel, sum);
+        else
+            store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, row_of, in.n, tile.rows,
+                                      channel, sum[0]);
     }
 }
 
@@ -210,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     const int k_blocks = k / kBlockK, steps = weight_steps(b_map, k_blocks);
     Operands in{&a_map, &a_wide_map, &b_map, scales, b_scales, n, k_blocks, steps, columns_at_once};
     if (warpgroup == kMathWarpgroups) {
-        if constexpr (kBlocks == 2) decrease_registers<kProducerRegisters>();
+        if constexpr (kMovesRegisters) decrease_registers<kProducerRegisters>();
         const int warp = warp_uniform(threadIdx.x / 32) - 4 * kMathWarpgroups;
         if (!done_counters) wait_for_previous_kernel();  // which made the table
         Queue queue(table, num_tiles, claim_pair, m, in.columns() / columns_at_once, steps * columns_at_once);
@@ -218,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
         if (done_counters) wait_for_previous_kernel();  // then the next kernel follows both
         if (warp == 0) queue.finish();
     } else {
-        if constexpr (kBlocks == 2) increase_registers<kMathRegisters>();
+        if constexpr (kMovesRegisters) increase_registers<kMathRegisters>();
         Ring<kStages> ring;
         while (true) {
             barrier_wait(shared.full(ring.stage), ring.phase);

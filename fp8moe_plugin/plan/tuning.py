@@ -24,6 +24,18 @@ BATCHED_FEW_ROWS = 28
 # Measure again: when either change, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
 PACKED_FEW_ROWS_PER_EXPERT = 70
 
+# The same for the kernels for few rows with wide tiles, which hold 120 rows.
+# Measured: layers of three shapes take 0.84 and 0.85 of the time of the kernels for many rows with 72 to 75 rows per
+# expert, 0.87 to 0.89 with 80 to 85, 0.94 to 0.97 with 96, 1.00 to 1.04 with 104 to 108 ([150]).
+# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; on an H100.
+PACKED_WIDE_ROWS_PER_EXPERT = 100
+
+# The fewest intermediate channels of an expert with which its steps have wide tiles.
+# Measured: with 72, 84 and 96 rows per expert 0.91, 0.93 and 1.00 of the time with 1024 channels, 0.95, 0.98 and 1.05
+# with 512, 1.02, 1.04 and 1.10 with 256 ([150]).
+# Measure again: with `PACKED_WIDE_ROWS_PER_EXPERT`.
+PACKED_WIDE_FROM = 1024
+
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
 # than in block FP8, by GPU. No plan depends on it.
 # Measured: on an H200, packed layers of four shapes take 0.84 to 0.87 of the time in block FP8 with 54 and 56 rows per
@@ -280,21 +292,3 @@ L2_FETCH = 256
 # alike ([024]).
 # Measure again: on a GPU with another memory.
 STREAMED_L2_FETCH = 128
-
-# The most rows per expert on average for which the Triton kernels have tiles of 16 rows, instead of 64.
-# Measured: 16 rows per expert 467 us and 512 at TP8, 200 and 238 at Qwen3; 32 rows per expert 672 and 558, 264 and
-# 230 ([057]).
-# Measure again: `python -m benchmarks.layer.triton_backend --tiles`, on each kind of GPU.
-TRITON_FEW_ROWS = 16
-
-# The most rows per expert on average for which the Triton kernels for small batches serve a step. They read the
-# weights of an expert for each of its rows.
-# Measured: on an H200 5 to 8% faster than tiles of 16 rows with 4 tokens at TP8 and 2 at Qwen3, which are 0.125; 9 to
-# 16% slower with twice as many ([063]).
-# Measure again: as TRITON_FEW_ROWS.
-TRITON_SMALL_BATCH = 0.125
-
-# The programs per SM of a dense Triton GEMM of up to 16 rows, below which its tiles have 32 columns instead of 128.
-# Measured: not yet.
-# Measure again: when a dense layer is measured on Triton kernels.
-TRITON_DENSE_SHARE = 0.75

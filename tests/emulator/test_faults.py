@@ -35,10 +35,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
     k_grouped_gemm_key,
-    mqa_logits_key,
     pack_mxfp4_key,
-    paged_mqa_logits_key,
-    paged_mqa_metadata_key,
     permute_key,
     push_sums_key,
     push_tokens_key,
@@ -52,7 +49,8 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.constants import Layout
 from fp8moe_plugin.plan.sm90.dense import few_rows, splits_k
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED
+from fp8moe_plugin.plan.sm90.indexer import mqa_logits_key, paged_mqa_logits_key, paged_mqa_metadata_key
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_WIDE, SHARED
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 from fp8moe_plugin.plan.tuning import EARLY_BELOW, LONG_K
 from tests import faults
@@ -359,6 +357,13 @@ def packed_short_tiles(emulator: Device, seed: int) -> None:
         assert run_packed_layer(emulator, seed, 60, SPAN, 128, 512) <= MOST_ERROR, WRONG_RESULT
 
 
+def packed_parts(emulator: Device, seed: int) -> None:
+    """Tiles of 120 tokens, multiplied in parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        h.force_step(patch, tile=PACKED_WIDE)
+        assert run_packed_layer(emulator, seed, 100, SPAN, 1280) <= MOST_ERROR
+
+
 def packed_few_rows_of_copies(emulator: Device, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         h.force_step(patch, copies=True)
@@ -439,6 +444,11 @@ PACKED = (
     gate_up_few_rows_key(h.layer_spec()._replace(weights=PACKED_MXFP4)),
     *FEW[2:],
 )
+PACKED_PARTS = (
+    grouped_gemm_few_rows_key(PACKED_MXFP4, tile_rows=PACKED_WIDE.rows),
+    gate_up_few_rows_key(h.layer_spec()._replace(weights=PACKED_MXFP4), PACKED_WIDE.rows),
+    *FEW[2:],
+)
 PACKED_MANY = (
     grouped_gemm_key(Output.BF16, weights=PACKED_MXFP4),
     gate_up_key(h.layer_spec()._replace(weights=PACKED_MXFP4), gather=False),
@@ -490,6 +500,7 @@ KERNELS = {  # to be compiled ahead
     packed_wide_tiles: PACKED,
     packed_short_tiles: PACKED,
     packed_few_rows_of_copies: (*PACKED[:2], quantize_key(False, Layout.PERMUTED), *FEW[3:]),
+    packed_parts: PACKED_PARTS,
     packed_many_rows: PACKED_MANY,
     packed_tiles_of_one_step: PACKED_MANY,
     packed_shared_tiles: PACKED_MANY,
@@ -1386,6 +1397,22 @@ FAULTS = {
         "    }\n#pragma",
         packed_wide_tiles,
         "deadlock|livelock",
+    ),
+    "a part of the tokens is added before its product is there": Fault(
+        "mma/swap_ab_parts.cuh",
+        "            wgmma_wait_for_earlier();\n",
+        "            ;\n",
+        packed_parts,
+        "AssertionError",
+    ),
+    "all parts multiply the first tokens": Fault(
+        "mma/swap_ab_parts.cuh", "Parts::begin(part(kUnit))), never", "0), never", packed_parts, "AssertionError"
+    ),
+    "the second slab is added to the sums of the first": Fault(
+        "mma/swap_ab_parts.cuh", "sum[kUnit % kSlabs][kBegin", "sum[0][kBegin", packed_parts, "AssertionError"
+    ),
+    "the second slab has the rows of the first": Fault(
+        "mma/swap_ab_parts.cuh", "row + kUnit * 64", "row", packed_parts, "AssertionError"
     ),
     "scales of tokens are not side by side": Fault(
         "gate_up_few_rows.cu",

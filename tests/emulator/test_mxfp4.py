@@ -16,7 +16,7 @@ from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.moe import batched_experts, fused_moe
 from fp8moe_plugin.ops.routed_moe import routed_moe
 from fp8moe_plugin.plan.sm90.layer import SortedStep, StepPlan
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_WIDE, SHARED, RowTile
 from tests import helpers as h
 from tests.emulator.build import Kernels
 from tests.emulator.device import Device
@@ -91,6 +91,42 @@ def test_shared_tiles_have_the_bits_of_block_fp8(
     (step,) = taken
     assert isinstance(step, SortedStep)
     assert step.pdl_down == early
+    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True, biases=biases)) <= MOST_ERROR
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "counts", "shape", "span", "copies", "biased"),
+    [
+        # Each width of a tile, and experts of more than one tile. GEMM 2 has a column and a half.
+        (3, [65, 80, 1, 100, 0, 128], (384, 128), 11, False, False),
+        (2, [129, 33, 64, 112, 17], (640, 256), SPAN, True, True),
+        # More K blocks than there are stages; a column for several tiles, and half of one.
+        (2, [96, 241, 120], (1152, 256), 11, True, False),
+        (7, [121, 5, 48, 104], (128, 384), 0, False, True),
+        (1, [90, 119], (2048, 128), SPAN, True, True),
+    ],
+)
+def test_wide_tiles_have_the_bits_of_block_fp8(
+    emulator_runtime: ctypes.CDLL,
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    multiprocessors: int,
+    counts: list[int],
+    shape: tuple[int, int],
+    span: int,
+    copies: bool,
+    biased: bool,
+) -> None:
+    """`counts`: rows of each expert."""
+    emulator = Device(emulator_runtime, kernels, multiprocessors)
+    gen, experts = h.seeded(1, CPU), random_experts(h.seeded(1, CPU), len(counts), *shape, span)
+    x, routing = h.random_tokens(gen, sum(counts), shape[0]), h.routing_of_counts(gen, counts)
+    packed, fp8 = experts.packed(), experts.in_fp8()
+    biases = h.random_biases(gen, len(counts), *shape) if biased else {}
+    h.force_step(monkeypatch, tile=MANY_ROWS)
+    wanted = emulator.execute(1, lambda: fused_moe(x, *fp8, *routing, **biases))
+    h.force_step(monkeypatch, tile=PACKED_WIDE, copies=copies)
+    assert h.same_bits(emulator.execute(1, lambda: packed_moe(x, packed, *routing, **biases)), wanted)
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True, biases=biases)) <= MOST_ERROR
 
 

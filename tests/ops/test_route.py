@@ -7,11 +7,11 @@ from fp8moe_plugin.checkpoint.shapes import MAX_LOCAL_EXPERTS
 from fp8moe_plugin.errors import InvalidInputError
 from fp8moe_plugin.ops import fused_moe
 from fp8moe_plugin.plan.scratch import tile_capacity
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED, row_tiles
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_WIDE, SHARED, row_tiles
 from tests import helpers as h
 from tests.steps import TileTensors, route, tiles_of_counts, tiles_of_ends, tiles_of_indices
 
-kinds_of_tiles = st.sampled_from((FEW_ROWS, MANY_ROWS, SHARED))
+kinds_of_tiles = st.sampled_from((FEW_ROWS, PACKED_WIDE, MANY_ROWS, SHARED))
 
 
 def rows_of_tiles(tiles: TileTensors) -> dict[int, int]:

@@ -24,6 +24,7 @@ from fp8moe_plugin.plan.gpu_tuning import OF_GPUS, UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import HOPPER, SM90
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, plan_layer
 from fp8moe_plugin.plan.sm90.push import plan_push
+from fp8moe_plugin.plan.sm90.tiles import PACKED_FEW_ROWS
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, MoeShape
 from tests import helpers as h
 
@@ -161,7 +162,7 @@ def test_packed_experts_have_thresholds_of_their_own() -> None:
         assert isinstance(backend.plan_layer(NARROW, 4, 132).choices, SmallBatchStep) == packed_changes
         assert isinstance(backend.plan_layer(narrow, 4, 132).choices, SmallBatchStep) != packed_changes
         plans = backend.plan_layer(wide, 32 * 56, 132), backend.plan_batched(wide, 512, 56, 132)
-        assert [plan.choices.tile.streams_weights for plan in plans] == [not packed_changes] * 2
+        assert [plan.choices.tile is PACKED_FEW_ROWS for plan in plans] == [not packed_changes] * 2
 
 
 def test_plans_of_both_do_not_mix() -> None:

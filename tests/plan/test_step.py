@@ -19,7 +19,15 @@ from fp8moe_plugin.plan.sm90.catalog import (
 )
 from fp8moe_plugin.plan.sm90.grouped import columns_at_once, plan_batched, plan_grouped
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, SortedStep, down_splits, gate_up_clusters, plan_layer
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, SHARED, computed_rows, row_tiles
+from fp8moe_plugin.plan.sm90.tiles import (
+    FEW_ROWS,
+    MANY_ROWS,
+    PACKED_FEW_ROWS,
+    PACKED_WIDE,
+    SHARED,
+    computed_rows,
+    row_tiles,
+)
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from tests import helpers as h
 from tests.emulator.build import CSRC
@@ -149,6 +157,7 @@ def test_kernels_multiply_as_many_rows_as_plans_count():
         tuple(map(int, re.findall(rf"Width<(\d+), {one_base}>{{}}", source))) for one_base in ("kPacked", "false")
     )
     assert packed == PACKED_FEW_ROWS.padded
+    assert (*map(int, re.findall(r"Width<(\d+), kWideTiles>{}", source)), PACKED_WIDE.rows) == PACKED_WIDE.padded
     assert others == FEW_ROWS.padded
 
 

@@ -22,7 +22,7 @@ from warmup.options import MAX_CAPTURE_SIZES, parse
 from warmup.target import MAX_COUNT
 
 V3_EXPERTS = 59  # layers, one of them for multi-token prediction
-TILES = (tiles.FEW_ROWS, tiles.PACKED_FEW_ROWS, tiles.MANY_ROWS, tiles.SHARED)
+TILES = (tiles.FEW_ROWS, tiles.PACKED_FEW_ROWS, tiles.PACKED_WIDE, tiles.MANY_ROWS, tiles.SHARED)
 
 
 @given(st.lists(st.integers(0, 4000), max_size=40), st.sampled_from(TILES))

@@ -129,16 +129,26 @@ template <int kCount>
 DEVICE void wgmma_issue(float (&d)[kCount], u32 a_tile, u32 b_tile) {
     wgmma_issue_described(d, wgmma_descriptor_low(a_tile), wgmma_descriptor_low(b_tile));
 }
-template <int kCount>
-DEVICE void wgmma_issue(float (&d)[kCount], RegistersA a, u32 b_tile) {
-    const u32 b = wgmma_descriptor_low(b_tile);
+// Before the fence.
+DEVICE void wgmma_registers_written(RegistersA& a) {
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a.row[step][i])::"memory");  // written before the fence
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a.row[step][i])::"memory");
+}
+// With the fence: for one or several products of the same A, whose registers were written before.
+template <int kCount>
+DEVICE void wgmma_issue_written(float (&d)[kCount], const RegistersA& a, u32 b_tile, bool accumulate = false) {
+    const u32 b = wgmma_descriptor_low(b_tile);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) wgmma(d, a.row[step], wgmma_descriptor(b + step * kDescriptorStepK), step > 0);
+    for (int step = 0; step < 4; ++step)
+        wgmma(d, a.row[step], wgmma_descriptor(b + step * kDescriptorStepK), step > 0 || accumulate);
+}
+template <int kCount>
+DEVICE void wgmma_issue(float (&d)[kCount], RegistersA a, u32 b_tile) {
+    wgmma_registers_written(a);
+    wgmma_issue_written(d, a, b_tile);
 }
 
 // The product `d` of one K block, for a main loop that does something else while the tensor cores work:

@@ -23,3 +23,21 @@ DEVICE void store_transposed(u32 staging, int warpgroup, RowOf row_of, int n, in
             *reinterpret_cast<uint4*>(row_of(token) + column + chunk * 8) = load_shared_16(chunk_at(token, chunk));
     }
 }
+
+// The same for slabs of 64 channels, at most kPart tokens at once. `staging` has room for as many, of each slab.
+template <int kTokens, int kPart, int kSlabs, class RowOf>
+DEVICE void store_transposed_in_parts(u32 staging, int warpgroup, RowOf row_of, int n, int rows, int column,
+                                      const float (&sum)[kSlabs][kTokens / 2]) {
+    asm volatile("" : "+r"(rows));  // what depends on it takes registers only here, not already in a caller's loop
+#pragma unroll
+    for (int first = 0; first < kTokens; first += kPart)
+#pragma unroll
+        for (int slab = 0; slab < kSlabs; ++slab) {
+            float part[kPart / 2];
+#pragma unroll
+            for (int e = 0; e < kPart / 2; ++e) part[e] = first / 2 + e < kTokens / 2 ? sum[slab][first / 2 + e] : 0.f;
+            auto row_from = [&](int token) { return row_of(first + token); };
+            store_transposed<kPart>(staging + slab * kPart * 128, warpgroup, row_from, n, min(rows - first, kPart),
+                                    column + slab * 64, part);
+        }
+}

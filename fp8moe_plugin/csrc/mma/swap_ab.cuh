@@ -5,12 +5,22 @@
 #include "device/wgmma.cuh"
 #include "formats/weights.cuh"
 #include "pipeline/ring.cuh"
+#include "pipeline/tile_table.cuh"
+
+// The most tokens of a tile.
+#ifdef TILE_TOKENS
+constexpr int kTileTokens = TILE_TOKENS;
+#else
+constexpr int kTileTokens = kFewRowsTile;
+#endif
+constexpr bool kWideTiles = kTileTokens > kFewRowsTile;
 
 // The tokens of a tile with padding: the N of its wgmma. Math warps that also decode weights have little time for
 // padding, so their kernels have more widths.
 constexpr bool kMoreWidths = kDecodedToRegisters;
 DEVICE int padded_to_power_of_two(int rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 DEVICE int padded_tokens(int rows) {
+    if (kWideTiles) return min((rows + 15) / 16 * 16, kTileTokens);
     if (kMoreWidths && rows > 16 && rows <= 48) return (rows + 7) / 8 * 8;
     return padded_to_power_of_two(rows);
 }
@@ -21,6 +31,18 @@ template <int kTokens, bool kOneBase>
 struct Width {};
 template <bool kPacked = kDecodedToRegisters, class Compute>
 DEVICE void by_width(int rows, bool one_base, Compute compute) {
+    if constexpr (kWideTiles) {  // the plan chooses them only for weights with one base
+        switch (padded_tokens(rows)) {
+            case 16: return compute(Width<16, kWideTiles>{});
+            case 32: return compute(Width<32, kWideTiles>{});
+            case 48: return compute(Width<48, kWideTiles>{});
+            case 64: return compute(Width<64, kWideTiles>{});
+            case 80: return compute(Width<80, kWideTiles>{});
+            case 96: return compute(Width<96, kWideTiles>{});
+            case 112: return compute(Width<112, kWideTiles>{});
+            default: return compute(Width<kTileTokens, kWideTiles>{});
+        }
+    }
     if constexpr (kPacked) {
         if (one_base) {
             switch (padded_tokens(rows)) {

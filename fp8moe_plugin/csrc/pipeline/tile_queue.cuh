@@ -71,7 +71,7 @@ struct TileQueue {
         int end = __shfl_sync(~0u, part, 2), first = __shfl_sync(~0u, part, 3);
         RowTiles tiles(end - begin, kBlockM);
         int local = index - first * column_tiles, band_begin = 0, band_count = tiles.count;
-        if (kBlockM != kFewRowsTile && kTilesAtOnce == 1 && tiles.count > band) {
+        if (kBlockM >= kManyRowsTile && kTilesAtOnce == 1 && tiles.count > band) {
             band_begin = local / (band * column_tiles) * band;
             band_count = min(band, tiles.count - band_begin);
             local -= band_begin * column_tiles;

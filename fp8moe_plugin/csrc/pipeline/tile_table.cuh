@@ -13,6 +13,7 @@
 #include "device/common.cuh"
 
 constexpr int kManyRowsTile = MANY_ROWS_TILE, kTailRows = TAIL_ROWS, kFewRowsTile = FEW_ROWS_TILE;
+constexpr int kWideFewRowsTile = WIDE_FEW_ROWS_TILE;
 constexpr int kSharedTile = 2 * kManyRowsTile;  // of two blocks, without a tail
 
 // How a group is cut: into tiles of block_m rows, the last one shorter; unless the remainder fits into tails of the
@@ -25,9 +26,10 @@ struct RowTiles {
     DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m) {
         tail = block_m == kManyRowsTile ? kTailRows : 0;
         // A division by constants is a shift. A further size of tiles needs its constant here.
-        int full = u32(rows) / (block_m == kFewRowsTile  ? kFewRowsTile
-                                : block_m == kSharedTile ? kSharedTile
-                                                         : kManyRowsTile),
+        int full = block_m == kWideFewRowsTile ? u32(rows) / kWideFewRowsTile
+                                               : u32(rows) / (block_m == kFewRowsTile  ? kFewRowsTile
+                                                              : block_m == kSharedTile ? kSharedTile
+                                                                                       : kManyRowsTile),
             rest = rows - full * block_m;
         over = rest <= full * tail ? rest : 0;
         count = full + (rest > over);

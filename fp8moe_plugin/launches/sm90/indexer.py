@@ -4,9 +4,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fp8moe_plugin.jit.launch import Address, Launch, TensorMap
-from fp8moe_plugin.plan.sm90.catalog import mqa_logits_key, paged_mqa_logits_key, paged_mqa_metadata_key
 from fp8moe_plugin.plan.sm90.constants import MQA_COLUMNS, MQA_TILE_ROWS
-from fp8moe_plugin.plan.sm90.indexer import blocks_per_run
+from fp8moe_plugin.plan.sm90.indexer import (
+    blocks_per_run,
+    mqa_logits_key,
+    paged_mqa_logits_key,
+    paged_mqa_metadata_key,
+)
 from fp8moe_plugin.plan.tuning import L2_FETCH
 
 PAGE = MQA_TILE_ROWS  # KV rows

@@ -14,7 +14,7 @@ from fp8moe_plugin.formats.mxfp4 import PACKED_MXFP4
 from fp8moe_plugin.formats.weight_format import WeightFormat
 from fp8moe_plugin.plan.keys import KIB, KernelKey
 from fp8moe_plugin.plan.parameters import K_GROUPS
-from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
 from fp8moe_plugin.plan.spec import LayerSpec, Output
 
 # The macros by which csrc/formats/weights.cuh selects the format of weights; without one it selects block FP8.
@@ -159,6 +159,11 @@ def _weight_macros(weights: WeightFormat, bias: bool) -> tuple[tuple[str, int], 
     return *WEIGHT_MACROS[weights], *((("BIAS", 1),) if bias else ())
 
 
+def _tile_macros(tile_rows: int) -> tuple[tuple[str, int], ...]:
+    """Returns the macro of kernels for few rows with wide tiles."""
+    return (("TILE_TOKENS", tile_rows),) if tile_rows != FEW_ROWS_TILE else ()
+
+
 def _decoding_macros(weights: WeightFormat) -> tuple[tuple[str, int], ...]:
     """Returns the macros of kernels for many rows, which decode packed weights in shared memory."""
     return (("DECODED", 1),) if weights in PACKED_FORMATS else ()
@@ -183,10 +188,12 @@ def gate_up_key(spec: LayerSpec, gather: bool) -> KernelKey:
     return KernelKey("gate_up", (("GATHER", int(gather)), *macros), many_rows_threads(spec.weights), SMEM_BYTES)
 
 
-def gate_up_few_rows_key(spec: LayerSpec) -> KernelKey:
+def gate_up_few_rows_key(spec: LayerSpec, tile_rows: int = FEW_ROWS_TILE) -> KernelKey:
     """`gate_up_key` for few rows per expert; its arguments say whether it gathers."""
-    math_warpgroups = 4 if spec.weights is PACKED_MXFP4 else 2  # decoding needs more warps
-    return KernelKey("gate_up_few_rows", _gate_up_macros(spec), 128 * (math_warpgroups + 1), SMEM_BYTES)
+    # Decoding needs more warps, or in wide tiles more registers.
+    math_warpgroups = 4 if spec.weights is PACKED_MXFP4 and tile_rows == FEW_ROWS_TILE else 2
+    macros = *_gate_up_macros(spec), *_tile_macros(tile_rows)
+    return KernelKey("gate_up_few_rows", macros, 128 * (math_warpgroups + 1), SMEM_BYTES)
 
 
 def _small_batch_memory(spec: LayerSpec, padded_tokens: int, cluster: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -221,15 +228,18 @@ def pushed(gemm: KernelKey) -> KernelKey:
 
 
 @functools.cache
-def grouped_gemm_few_rows_key(weights: WeightFormat = FP8_BLOCK, bias: bool = False) -> KernelKey:
+def grouped_gemm_few_rows_key(
+    weights: WeightFormat = FP8_BLOCK, bias: bool = False, tile_rows: int = FEW_ROWS_TILE
+) -> KernelKey:
     """GEMM with few rows per group. It leaves shared memory for blocks of combine, which starts early (PDL)."""
-    kib = 212 // blocks_of_few_rows(weights) - 1
-    return KernelKey("grouped_gemm_few_rows", _weight_macros(weights, bias), 384, kib * KIB)
+    kib = 212 // blocks_of_few_rows(weights, tile_rows) - 1
+    macros = *_weight_macros(weights, bias), *_tile_macros(tile_rows)
+    return KernelKey("grouped_gemm_few_rows", macros, 384, kib * KIB)
 
 
-def blocks_of_few_rows(weights: WeightFormat) -> int:
-    """Returns how many blocks of grouped_gemm_few_rows an SM has room for. Decoding needs more warps than one has."""
-    return 2 if weights is PACKED_MXFP4 else 1
+def blocks_of_few_rows(weights: WeightFormat, tile_rows: int = FEW_ROWS_TILE) -> int:
+    """Returns how many blocks of grouped_gemm_few_rows an SM has room for. Those of wide tiles are twice as large."""
+    return 2 if weights is PACKED_MXFP4 and tile_rows == FEW_ROWS_TILE else 1
 
 
 def down_small_batch_key(spec: LayerSpec, padded_tokens: int, cluster: int) -> KernelKey:
@@ -278,23 +288,3 @@ def dense_variant(key: KernelKey, weights: WeightFormat, biased: bool = False) -
 def k_grouped_gemm_key() -> KernelKey:
     """GEMMs of groups that differ in K, up to `K_GROUPS` groups per launch; it has as many stages as fit."""
     return KernelKey("k_grouped_gemm", (("GROUPS", K_GROUPS),), 384, SMEM_BYTES)
-
-
-# ---- logits of a sparse-attention indexer ----------------------------------------------------------------------------
-
-
-@functools.cache
-def mqa_logits_key(heads: int) -> KernelKey:
-    """Logits of contiguous KV; it has as many stages as fit."""
-    return KernelKey("mqa_logits", (("HEADS", heads),), 384, SMEM_BYTES)
-
-
-@functools.cache
-def paged_mqa_logits_key(heads: int, next_n: int) -> KernelKey:
-    """Logits of paged KV; it has as many stages as fit. One kernel for all `next_n` would start more slowly."""
-    return KernelKey("paged_mqa_logits", (("HEADS", heads), ("NEXT_N", next_n)), 384, SMEM_BYTES)
-
-
-@functools.cache
-def paged_mqa_metadata_key() -> KernelKey:
-    return KernelKey("paged_mqa_metadata", (), 256)

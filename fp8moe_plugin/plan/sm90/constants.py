@@ -13,6 +13,7 @@ from fp8moe_plugin.plan.spec import Output
 MANY_ROWS_TILE = 128  # rows per tile of the kernels for many rows per expert, without the tail
 TAIL_ROWS = 16  # most rows of the tail of such a tile
 FEW_ROWS_TILE = 64  # rows per tile of the kernels for few rows per expert
+WIDE_FEW_ROWS_TILE = 120  # the same of wide tiles of packed weights
 PAIRS_PER_CHUNK = 1024  # (token, expert) pairs per block of route, one per thread
 NUM_TILES_LENGTH = 5  # elements of num_tiles: the number of tiles, and two pairs of counters for claiming tiles
 TOKENS_PER_WARP, FEW_TOKENS_PER_WARP = 8, 2  # in quantize
@@ -25,6 +26,7 @@ SWIZZLE_ROWS = 8  # rows of a swizzle atom: the finest unit in which rows can be
 BOX_ROWS = 64  # rows that a math warpgroup multiplies, in the kernels for many rows
 FEW_ROWS_WIDE_BOX = 32  # rows of a box of grouped_gemm_few_rows, in tiles that are padded to 32 or 64 rows
 FEW_ROWS_TILE_N = 128  # columns per tile of grouped_gemm_few_rows
+WIDE_FEW_ROWS_TILE_N = 256  # the same, in wide tiles
 DENSE_FEW_ROWS_TILE_N = 64  # columns per tile of dense_gemm_few_rows
 
 # ---- limits ----------------------------------------------------------------------------------------------------------

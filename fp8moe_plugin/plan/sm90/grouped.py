@@ -14,8 +14,9 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
 )
+from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE_N, WIDE_FEW_ROWS_TILE_N
 from fp8moe_plugin.plan.sm90.scratch import BatchedScratch, GroupedScratch, batched_scratch, grouped_scratch
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, SHARED, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_FEW_ROWS, PACKED_WIDE, SHARED, RowTile
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, Output
 from fp8moe_plugin.plan.tuning import (
     BATCHED_FEW_ROWS,
@@ -23,6 +24,7 @@ from fp8moe_plugin.plan.tuning import (
     K_BLOCKS_PER_SETUP,
     KEEP_B_UP_TO,
     MULTIPROCESSORS,
+    PACKED_WIDE_FROM,
 )
 
 
@@ -115,6 +117,13 @@ def row_tile(weights: WeightFormat, rows_per_expert: float, tuning: GpuTuning) -
     return few if rows_per_expert <= few_rows_per_expert(weights, tuning) else many
 
 
+def has_wide_tiles(spec: LayerSpec) -> bool:
+    """Whether steps may run the kernels for few rows with wide tiles, which know no further steps."""
+    return (
+        spec.weights in PACKED_FORMATS and spec.shape.intermediate >= PACKED_WIDE_FROM and not any(spec.further_steps)
+    )
+
+
 def few_rows_per_expert(weights: WeightFormat, tuning: GpuTuning) -> int:
     """Returns the most rows per expert for which the kernels for few rows run, which stream the weights.
 
@@ -128,7 +137,7 @@ def grouped_key(
 ) -> KernelKey:
     """Returns the key of the grouped GEMM in such tiles; `keep_b`: see `keeps_b`."""
     if tile.streams_weights:
-        return grouped_gemm_few_rows_key(weights, bias)
+        return grouped_gemm_few_rows_key(weights, bias, tile.rows)
     return grouped_gemm_key(Output.BF16, keep_b=keep_b, weights=weights, bias=bias)
 
 
@@ -154,13 +163,14 @@ def keeps_b(rows_per_expert: float, intermediate: int, tuning: GpuTuning) -> boo
     return intermediate <= KEEP_B_UP_TO and rows_per_expert >= tuning.early_below
 
 
-def columns_at_once(rows: int, groups: int, n: int, k: int) -> int:
+def columns_at_once(rows: int, groups: int, n: int, k: int, tile: RowTile = FEW_ROWS) -> int:
     """Returns how many column tiles a block of grouped_gemm_few_rows takes at once.
 
     The number amortises the setup of a tile over about K_BLOCKS_PER_SETUP K blocks, and still gives at least three
     quarters of the SMs work, for `rows` rows in at most `groups` groups.
     """
-    column_tiles, k_blocks = ceil_div(n, GROUP), k // GROUP
+    tile_n = WIDE_FEW_ROWS_TILE_N if tile is PACKED_WIDE else FEW_ROWS_TILE_N
+    column_tiles, k_blocks = ceil_div(n, tile_n), k // GROUP
     fits = [c for c in range(1, ceil_div(K_BLOCKS_PER_SETUP, k_blocks) + 1) if column_tiles % c == 0]
     enough = [c for c in fits if min(rows, groups) * (column_tiles // c) >= MULTIPROCESSORS * 3 // 4]
     return max(enough, default=1)

@@ -1,16 +1,36 @@
-"""The layout of a sparse-attention indexer's logits and their division among blocks.
+"""The kernels of a sparse-attention indexer's logits, their layout, and their division among blocks.
 
-Both match DeepGEMM, because callers rely on them.
+Layout and division match DeepGEMM, because callers rely on them.
 """
 
+import functools
+
 from fp8moe_plugin.formats.weight_format import ceil_div
-from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS
+from fp8moe_plugin.plan.keys import KernelKey
+from fp8moe_plugin.plan.sm90.catalog import MQA_HEADS, SMEM_BYTES
 from fp8moe_plugin.plan.sm90.constants import MQA_SPLIT_ROWS
 from fp8moe_plugin.quoting import any_of
 
 HEAD_DIMS = (32, 64, 128)
 ROW_BYTES = 1024  # a row of logits starts at a multiple of it
 WIDE_NEXT_N = 4  # for this next_n, DeepGEMM assigns two multiprocessors to each run
+
+
+@functools.cache
+def mqa_logits_key(heads: int) -> KernelKey:
+    """Logits of contiguous KV; it has as many stages as fit."""
+    return KernelKey("mqa_logits", (("HEADS", heads),), 384, SMEM_BYTES)
+
+
+@functools.cache
+def paged_mqa_logits_key(heads: int, next_n: int) -> KernelKey:
+    """Logits of paged KV; it has as many stages as fit. One kernel for all `next_n` would start more slowly."""
+    return KernelKey("paged_mqa_logits", (("HEADS", heads), ("NEXT_N", next_n)), 384, SMEM_BYTES)
+
+
+@functools.cache
+def paged_mqa_metadata_key() -> KernelKey:
+    return KernelKey("paged_mqa_metadata", (), 256)
 
 
 def indexer_refusal(heads: int, dim: int) -> str | None:

@@ -30,10 +30,7 @@ from fp8moe_plugin.plan.sm90.catalog import (
     grouped_gemm_few_rows_key,
     grouped_gemm_key,
     k_grouped_gemm_key,
-    mqa_logits_key,
     pack_mxfp4_key,
-    paged_mqa_logits_key,
-    paged_mqa_metadata_key,
     permute_key,
     push_sums_key,
     push_tokens_key,
@@ -48,10 +45,19 @@ from fp8moe_plugin.plan.sm90.catalog import (
     transpose_scales_key,
 )
 from fp8moe_plugin.plan.sm90.constants import PAIRS_PER_CHUNK, SMALL_BATCH_K_BLOCKS, Layout
-from fp8moe_plugin.plan.sm90.grouped import few_rows_per_expert
+from fp8moe_plugin.plan.sm90.grouped import few_rows_per_expert, grouped_key, has_wide_tiles
+from fp8moe_plugin.plan.sm90.indexer import mqa_logits_key, paged_mqa_logits_key, paged_mqa_metadata_key
 from fp8moe_plugin.plan.sm90.push import may_push_rows
+from fp8moe_plugin.plan.sm90.tiles import PACKED_WIDE
 from fp8moe_plugin.plan.spec import Arrival, LayerSpec, Output
-from fp8moe_plugin.plan.tuning import DENSE_ROWS, EARLY_BELOW, GATHER_UP_TO, KEEP_B_UP_TO, PUSHED_ROWS_RANKS_FROM
+from fp8moe_plugin.plan.tuning import (
+    DENSE_ROWS,
+    EARLY_BELOW,
+    GATHER_UP_TO,
+    KEEP_B_UP_TO,
+    PACKED_WIDE_ROWS_PER_EXPERT,
+    PUSHED_ROWS_RANKS_FROM,
+)
 
 
 def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
@@ -63,6 +69,7 @@ def layer_kernels(spec: LayerSpec, arrival: Arrival) -> KernelSet:
         gemms |= {pack_mxfp4_key(): "packing of experts in MXFP4 while they are loaded"}
     if arrival is Arrival.BATCHED:
         return gemms | {tiles_of_counts_key(): "tiles of batched experts, as DeepEP's low-latency mode hands them over"}
+    gemms |= _wide_tiles_kernels(spec)
     if spec.weights not in PACKED_FORMATS:
         reason = f"GEMM 1 and SwiGLU of experts of up to {GATHER_UP_TO} channels {_prefill(spec)}, with gathered tokens"
         gemms |= {gate_up_key(spec, gather=True): reason}
@@ -111,6 +118,22 @@ def _few_rows_kernels(spec: LayerSpec) -> KernelSet:
     return {
         grouped_gemm_few_rows_key(spec.weights, spec.bias): f"GEMM 2 {of} {steps}",
         gate_up_few_rows_key(spec): f"GEMM 1 {of} and SwiGLU {steps}",
+    }
+
+
+def _wide_tiles_kernels(spec: LayerSpec) -> KernelSet:
+    """Returns the GEMMs that stream packed weights for more rows."""
+    if not has_wide_tiles(spec):
+        return {}
+    tokens = PACKED_WIDE_ROWS_PER_EXPERT * spec.shape.global_experts // spec.shape.topk
+    steps = f"in steps of {few_rows_tokens(spec) + 1} to {tokens} tokens"
+    down, gate_up = (
+        grouped_key(PACKED_WIDE, False, spec.weights, spec.bias),
+        gate_up_few_rows_key(spec, PACKED_WIDE.rows),
+    )
+    return {
+        down: f"GEMM 2 of experts in {spec.weights.name} {steps}",
+        gate_up: f"GEMM 1 of experts in {spec.weights.name} and SwiGLU {steps}",
     }
 
 

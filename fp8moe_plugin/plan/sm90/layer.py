@@ -33,7 +33,14 @@ from fp8moe_plugin.plan.sm90.constants import (
     SMALL_BATCH_PAIRS,
     Layout,
 )
-from fp8moe_plugin.plan.sm90.grouped import columns_at_once, down_uses_pdl, grouped_key, keeps_b, row_tile
+from fp8moe_plugin.plan.sm90.grouped import (
+    columns_at_once,
+    down_uses_pdl,
+    grouped_key,
+    has_wide_tiles,
+    keeps_b,
+    row_tile,
+)
 from fp8moe_plugin.plan.sm90.scratch import (
     SmallBatchScratch,
     SortedScratch,
@@ -41,7 +48,7 @@ from fp8moe_plugin.plan.sm90.scratch import (
     small_batch_scratch,
     sorted_scratch,
 )
-from fp8moe_plugin.plan.sm90.tiles import RowTile, route_chunks
+from fp8moe_plugin.plan.sm90.tiles import PACKED_WIDE, SHARED, RowTile, route_chunks
 from fp8moe_plugin.plan.spec import LayerSpec, MoeShape
 from fp8moe_plugin.plan.tuning import (
     DOWN_BLOCKS,
@@ -53,6 +60,7 @@ from fp8moe_plugin.plan.tuning import (
     PACKED_STAGES_BEFORE_DOWN,
     PACKED_UNDELAYED_TILES,
     PACKED_WIDE_BATCH_BYTES,
+    PACKED_WIDE_ROWS_PER_EXPERT,
     SPLIT_BYTES,
     STAGES_BEFORE_DOWN,
     TILES_PER_CLUSTER,
@@ -129,7 +137,10 @@ def plan_layer(
 
 def tile_of_step(spec: LayerSpec, tokens: int, tuning: GpuTuning = UNTUNED) -> RowTile:
     """Returns the tiles of a step whose rows are sorted by expert."""
-    return row_tile(spec.weights, tokens * spec.shape.topk / spec.shape.global_experts, tuning)
+    rows_per_expert = tokens * spec.shape.topk / spec.shape.global_experts
+    tile = row_tile(spec.weights, rows_per_expert, tuning)
+    wide = tile is SHARED and rows_per_expert <= PACKED_WIDE_ROWS_PER_EXPERT and has_wide_tiles(spec)
+    return PACKED_WIDE if wide else tile
 
 
 # ---- small batches -------------------------------------------------------------------------------------------------
@@ -252,7 +263,7 @@ def sorted_step(
         spec=spec,
         tokens=tokens,
         blocks=tile.grid(multiprocessors),
-        down_blocks=tile.grid(multiprocessors) * (blocks_of_few_rows(spec.weights) if few_rows else 1),
+        down_blocks=tile.grid(multiprocessors) * (blocks_of_few_rows(spec.weights, tile.rows) if few_rows else 1),
         tile=tile,
         route_chunks=route_chunks(rows),
         gathers=gathers,
@@ -261,9 +272,9 @@ def sorted_step(
         pdl_down=few_rows or down_uses_pdl(rows_per_expert, intermediate, tuning),
         pushes_rows=pushes_rows,
         keep_b=keep_b,
-        columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate) if few_rows else 1,
+        columns_at_once=columns_at_once(rows, local_experts, hidden, intermediate, tile) if few_rows else 1,
         quantize=_quantize_key(spec, gathers),
-        gate_up=gate_up_few_rows_key(spec) if few_rows else gate_up_key(spec, gathers),
+        gate_up=gate_up_few_rows_key(spec, tile.rows) if few_rows else gate_up_key(spec, gathers),
         down=pushed(down) if pushes_rows else down,
         scratch=sorted_scratch(spec, tokens, tile.rows, gathers, splits, counters, pushes_rows),
     )

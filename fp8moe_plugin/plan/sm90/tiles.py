@@ -3,7 +3,13 @@
 from typing import NamedTuple
 
 from fp8moe_plugin.formats.weight_format import ceil_div
-from fp8moe_plugin.plan.sm90.constants import FEW_ROWS_TILE, MANY_ROWS_TILE, PAIRS_PER_CHUNK, TAIL_ROWS
+from fp8moe_plugin.plan.sm90.constants import (
+    FEW_ROWS_TILE,
+    MANY_ROWS_TILE,
+    PAIRS_PER_CHUNK,
+    TAIL_ROWS,
+    WIDE_FEW_ROWS_TILE,
+)
 
 
 class RowTile(NamedTuple):
@@ -22,6 +28,8 @@ class RowTile(NamedTuple):
 
 FEW_ROWS = RowTile(FEW_ROWS_TILE, 0, (8, 16, 32, 64), streams_weights=True)
 PACKED_FEW_ROWS = FEW_ROWS._replace(padded=(8, 16, 24, 32, 40, 48, 64))  # of kernels that decode weights
+# The same for experts with more rows than such a tile.
+PACKED_WIDE = RowTile(WIDE_FEW_ROWS_TILE, 0, (16, 32, 48, 64, 80, 96, 112, WIDE_FEW_ROWS_TILE), streams_weights=True)
 MANY_ROWS = RowTile(MANY_ROWS_TILE, TAIL_ROWS, (64, 128, MANY_ROWS_TILE + TAIL_ROWS), streams_weights=False)
 # Of kernels for many rows that decode weights, in clusters of two blocks (csrc/pipeline/shared_tiles.cuh).
 SHARED = RowTile(2 * MANY_ROWS_TILE, 0, (64, 128, 192, 256), streams_weights=False, blocks=2)

@@ -24,7 +24,7 @@ from fp8moe_plugin.plan.triton.catalog import (
     padded_experts,
     route_chunks,
 )
-from fp8moe_plugin.plan.tuning import TRITON_DENSE_SHARE, TRITON_FEW_ROWS, TRITON_SMALL_BATCH
+from fp8moe_plugin.plan.triton.tuning import TRITON_DENSE_SHARE, TRITON_FEW_ROWS, TRITON_SMALL_BATCH
 
 
 class TritonScratch(NamedTuple):
