@@ -1405,6 +1405,20 @@ FAULTS = {
         packed_parts,
         "AssertionError",
     ),
+    "the last part is added before its product is there": Fault(
+        "mma/swap_ab_parts.cuh",
+        "            wgmma_wait();",
+        "            wgmma_wait_for_earlier();",
+        packed_parts,
+        "AssertionError",
+    ),
+    "a stage is released while parts are being multiplied": Fault(
+        "mma/swap_ab_parts.cuh",
+        "        if constexpr (kLast) {\n            keep_weights();",
+        "        if constexpr (kUnit == 0) {\n            keep_weights();",
+        packed_parts,
+        "AssertionError|more arrivals|wgmma",
+    ),
     "all parts multiply the first tokens": Fault(
         "mma/swap_ab_parts.cuh", "Parts::begin(part(kUnit))), never", "0), never", packed_parts, "AssertionError"
     ),
