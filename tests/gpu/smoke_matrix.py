@@ -171,8 +171,9 @@ def check_pack_mxfp4(gen: torch.Generator, rows: int) -> None:
 
 
 def check_packed_mxfp4(gen: torch.Generator, rows: int) -> None:
-    """Blocks that span more than SPAN binades take further steps; others may be small batches, or read copies."""
-    steps = {(rows, INTERMEDIATE), (min(rows, SMALL_BATCH_TOKENS[-1]), INTERMEDIATE), (min(rows, 24), WIDE)}
+    """Blocks that span more than SPAN binades take further steps; others small batches, copies or wide tiles."""
+    narrow = {rows, min(rows, SMALL_BATCH_TOKENS[-1])}
+    steps = {*((tokens, INTERMEDIATE) for tokens in narrow), *((min(rows, tokens), WIDE) for tokens in (24, 90))}
     for (tokens, intermediate), span in itertools.product(steps, (SPAN, 30)):
         packed = random_experts(h.seeded(0, CPU), 2, HIDDEN, intermediate, span).packed()
         x, routing = h.random_tokens(gen, tokens, HIDDEN), h.random_routing(gen, "distinct", tokens, 2, 2)

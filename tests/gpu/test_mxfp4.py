@@ -16,7 +16,7 @@ from fp8moe_plugin.layers.pack import pack
 from fp8moe_plugin.ops import batched_experts, fused_moe
 from fp8moe_plugin.ops.fp4_blocks import SPAN
 from fp8moe_plugin.ops.pack_mxfp4 import PARTS
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED, RowTile
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_WIDE, SHARED, RowTile
 from fp8moe_plugin.testing import captured, invariance
 from tests import helpers as h
 from tests.mxfp4 import CLOSE_EXPONENTS, PACKED_SIZES, Experts, garbage, pack_close, random_experts, random_projections
@@ -48,7 +48,7 @@ def same_as_fp8(out: torch.Tensor, wanted: torch.Tensor, span: int) -> bool:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9, 20, 70, 300, 700])
-@pytest.mark.parametrize(("tile", "of_fp8"), [(FEW_ROWS, FEW_ROWS), (SHARED, MANY_ROWS)])
+@pytest.mark.parametrize(("tile", "of_fp8"), [(FEW_ROWS, FEW_ROWS), (PACKED_WIDE, MANY_ROWS), (SHARED, MANY_ROWS)])
 @pytest.mark.parametrize("span", [0, NORMAL, SPAN])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_has_the_bits_of_block_fp8(
