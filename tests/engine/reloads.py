@@ -106,10 +106,11 @@ def load_in_place(
 
 
 def load_buckets(worker: Any, model: str) -> None:
-    """Load an unquantized checkpoint as a trainer does: `BUCKET` weights at a time, each quantized in blocks first.
+    """Load an unquantized checkpoint as a trainer does: `BUCKET` weights at a time, quantized in blocks if they are.
 
-    Trainers quantize if the engine's config is vLLM's own class. See `load_in_place` about other layers.
+    Trainers quantize if the engine's config is vLLM's own class. See `load_in_place` about other layers on a CPU.
     """
+    import torch
     from safetensors.torch import load_file
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -119,12 +120,17 @@ def load_buckets(worker: Any, model: str) -> None:
     assert isinstance(config, Fp8Config)
     assert list(config.weight_block_size) == [128, 128]
     (shard,) = (entry.path for entry in os.scandir(model) if entry.name.endswith(".safetensors"))
-    weights = [(n, t) for n, t in load_file(shard).items() if is_quantized(n.removesuffix(".weight"))]
+    weights = [(name, tensor, is_quantized(name.removesuffix(".weight"))) for name, tensor in load_file(shard).items()]
+    if not torch.cuda.is_available():
+        weights = [weight for weight in weights if weight[-1]]
     for begin in range(0, len(weights), BUCKET):
         bucket = []
-        for name, tensor in weights[begin : begin + BUCKET]:
-            weight, scales = per_block_cast_to_fp8(tensor)
-            bucket += [(name, weight), (f"{name}_scale_inv", scales)]
+        for name, tensor, in_blocks in weights[begin : begin + BUCKET]:
+            if in_blocks:
+                weight, scales = per_block_cast_to_fp8(tensor)
+                bucket += [(name, weight), (f"{name}_scale_inv", scales)]
+            else:
+                bucket += [(name, tensor)]
         worker.model_runner.get_model().load_weights(bucket)
 
 
