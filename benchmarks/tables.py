@@ -423,7 +423,7 @@ TABLES = {
     "models-h100": Table(("models_layer-2026-11-26",), models),
     "more-models-h100": Table(("models_layer-h100-2026-11-28",), models),
     "models-h200": Table(("models_layer-2026-11-27",), models),
-    "mxfp4-layers": Table(("mxfp4_layer-humming-2026-11-30",), mxfp4_layers),
+    "mxfp4-layers": Table(("mxfp4_layer-all_peers-2026-12-01",), mxfp4_layers),
     "mxfp4-layers-h100": Table(("mxfp4_layer-h100-2026-11-27",), mxfp4_peers),
     "expert-parallel": Table(("ep_layer-4_gpus-2026-11-30",), expert_parallel),
     "expert-parallel-h100": Table(("ep_layer-4_gpus-h100-2026-11-27",), expert_parallel),

@@ -77,7 +77,7 @@ def _forms(model: Model, ways: Iterable[Parallel], target: Target, context: int)
     for way in ways:
         splits = {name: _split(form, way, target, context) for name, form in forms.models(model, way).items()}
         found = [forms.of_split(name, split) for name, split in splits.items() if not split.refusal]
-        if advice := forms.advice(model, way.dp, target.tokens(way), found):
+        if advice := forms.advice(model, way, target.tokens(way), found):
             return found, advice
     return [], []
 

@@ -134,7 +134,7 @@ def text(model: Model, parallel: Parallel, found: ExplainReport, max_tokens: int
     ]
     shapes = [(s.name, f"{s.layers} x", str(s.shape), _size(s.bytes), _padding(s)) for s in found.shapes]
     forms_and_ranks = [
-        *(line for paragraph in forms.advice(model, parallel.dp, max_tokens, found.forms) for line in ("", paragraph)),
+        *(line for paragraph in forms.advice(model, parallel, max_tokens, found.forms) for line in ("", paragraph)),
         *(["", found.all_to_all.why] if found.all_to_all else []),
         "",
         "By tokens of a step: rows of an expert, padding, scratch, rows of a tile, and the kernels of both GEMMs"

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fp8moe_plugin.checkpoint.parallel import Parallel
-from fp8moe_plugin.checkpoint.shapes import Model
+from fp8moe_plugin.checkpoint.shapes import Model, local_intermediate
 from fp8moe_plugin.checkpoint.splits import computes_experts
 from fp8moe_plugin.formats.spec import FORMS_OF_MXFP4
-from fp8moe_plugin.plan.tuning import MXFP4_ROWS_PER_EXPERT
+from fp8moe_plugin.plan.tuning import MXFP4_ROWS_PER_EXPERT, MXFP4_ROWS_PER_NARROW_EXPERT, PACKED_WIDE_FROM
 from fp8moe_plugin.settings import settings
 from warmup import memory
 from warmup.report import FormReport, SplitReport
@@ -42,11 +42,11 @@ def environment(model: Model) -> str:
     return f"{SETTING}=fp8 " if model.recoded_from and model.weights is FORMS_OF_MXFP4["fp8"] else ""
 
 
-def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> list[str]:
+def advice(model: Model, parallel: Parallel, tokens: int, found: Sequence[FormReport]) -> list[str]:
     """Returns a paragraph about the value of the setting for a split, with the figures; empty if no form fits.
 
     Args:
-        tokens: of the longest step, on each of `dp` replicas.
+        tokens: of the longest step, on each replica.
     """
     fitting = [form.setting for form in found if form.fits is not False]
     if not fitting:
@@ -55,8 +55,9 @@ def advice(model: Model, dp: int, tokens: int, found: Sequence[FormReport]) -> l
     start = f"Forms of the experts ({SETTING}), weights of a GPU with {found[0].options}: {sizes}."
     if len(fitting) == 1:
         return [f"{start} Only {fitting[0]} fits."]
-    rows = model.experts.topk * dp / model.experts.experts  # of an expert, for each token
-    by_gpu = MXFP4_ROWS_PER_EXPERT.items()
+    rows = model.experts.topk * parallel.dp / model.experts.experts  # of an expert, for each token
+    narrow = local_intermediate(model.experts.intermediate, parallel.sharing) < PACKED_WIDE_FROM
+    by_gpu = (MXFP4_ROWS_PER_NARROW_EXPERT if narrow else MXFP4_ROWS_PER_EXPERT).items()
     longest = f"of {tokens:,} tokens ({round(rows * tokens, 1):g} rows)"
     if tokens <= min(int(most / rows) for _, most in by_gpu):
         limits = ", ".join(f"{most} on an {gpu}" for gpu, most in by_gpu)

@@ -37,12 +37,18 @@ PACKED_WIDE_ROWS_PER_EXPERT = 100
 PACKED_WIDE_FROM = 1024
 
 # The most rows per expert, on average, for which `fp8moe-warmup explain` takes experts in MXFP4 to be faster packed
-# than in block FP8, by GPU. No plan depends on it.
-# Measured: on an H200, packed layers of four shapes take 0.84 to 0.87 of the time in block FP8 with 54 and 56 rows per
-# expert, with 60 0.90 to 1.02, with 66 to 69 0.97 to 1.18, each form alone ([143]); in turns they cross earlier
-# ([137]). On an H100, those of three shapes with 85 and 96 rows take 0.81 to 0.93, gpt-oss's with 128 1.02 ([098]).
-# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; in turns; between 96 and 128 rows on an H100.
-MXFP4_ROWS_PER_EXPERT = {"H200": 58, "H100": 96}
+# than in block FP8, by GPU; experts of `PACKED_WIDE_FROM` channels. No plan depends on it.
+# Measured: on an H200, packed layers of three shapes take 0.77 to 0.95 of the time in block FP8 with 53 to 80 rows per
+# expert, with 84 and 85 0.97 and 0.96, with 96 1.03 ([152]). On an H100 0.81 to 0.93 with 85 and 96, gpt-oss's 1.02
+# with 128 ([098]).
+# Measure again: with `PACKED_WIDE_ROWS_PER_EXPERT`; between 96 and 128 rows on an H100.
+MXFP4_ROWS_PER_EXPERT = {"H200": 88, "H100": 96}
+
+# The same for experts of fewer channels.
+# Measured: on an H200, those of an eighth of DeepSeek-V4-Flash's channels take 0.86 with 48 rows per expert, 0.99 with
+# 60 and 1.09 with 72 ([152]); on an H100 0.93 with 96 ([098]).
+# Measure again: as `MXFP4_ROWS_PER_EXPERT`.
+MXFP4_ROWS_PER_NARROW_EXPERT = {"H200": 60, "H100": 96}
 
 # The most intermediate channels of an expert for which GEMM 1 gathers its tokens from those of the step, instead of
 # reading a permuted copy. The kernels for few rows gather, but see `PACKED_COPIES_FROM`.

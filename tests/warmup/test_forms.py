@@ -47,9 +47,9 @@ def test_each_form_is_counted(flash: Model, way: tuple[int, ...], sglang: bool) 
         (
             Parallel(8),
             8192,
-            "In steps of up to 2,474 tokens on an H200 (58 rows per expert) or 4,096 tokens on an H100",
+            "In steps of up to 2,560 tokens on an H200 (60 rows per expert) or 4,096 tokens on an H100",
         ),
-        (Parallel(1, 8, 8), 8192, "In steps of up to 309 tokens"),
+        (Parallel(1, 8, 8), 8192, "In steps of up to 469 tokens on an H200 (88 rows per expert)"),
         (
             Parallel(8),
             8192,
@@ -59,7 +59,7 @@ def test_each_form_is_counted(flash: Model, way: tuple[int, ...], sglang: bool) 
 )
 def test_the_longest_step_decides(flash: Model, parallel: Parallel, tokens: int, wanted: str) -> None:
     found = explain.explain(flash, parallel, tokens, ())
-    (advice,) = forms.advice(flash, parallel.dp, tokens, found.forms)
+    (advice,) = forms.advice(flash, parallel, tokens, found.forms)
     assert wanted in advice
     printed = " ".join(explain.text(flash, parallel, found, tokens).split())
     assert advice in printed
@@ -68,7 +68,7 @@ def test_the_longest_step_decides(flash: Model, parallel: Parallel, tokens: int,
 @pytest.mark.parametrize(("value", "what"), [("fp8", "keep"), ("mxfp4", "set")])
 def test_a_form_that_is_chosen_already_is_kept(flash: Model, value: str, what: str) -> None:
     with environment(SETTING, value):
-        (advice,) = forms.advice(flash, 1, 8192, explain.explain(flash, Parallel(8), 8192, ()).forms)
+        (advice,) = forms.advice(flash, Parallel(8), 8192, explain.explain(flash, Parallel(8), 8192, ()).forms)
     assert advice.endswith(f"and memory allows, {what} FP8MOE_FP4_EXPERTS=fp8.")
 
 
