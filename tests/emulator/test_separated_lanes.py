@@ -15,7 +15,7 @@ from fp8moe_plugin.jit.launch import Launch
 from fp8moe_plugin.launches.kernel_sets import all_kernels
 from fp8moe_plugin.ops.transpose_scales import transpose_scales
 from fp8moe_plugin.plan.sm90 import dense
-from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, SHARED
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, MANY_ROWS, PACKED_WIDE, SHARED
 from tests import faults
 from tests import helpers as h
 from tests.emulator.build import Kernels
@@ -173,6 +173,7 @@ CALLS: dict[str, Run] = {
     "sorted layer of many rows": layer(tile=MANY_ROWS),
     "sorted layer of few rows of packed weights": packed_layer(tile=FEW_ROWS, copies=False),
     "the same with copies of tokens": packed_layer(tile=FEW_ROWS, copies=True),
+    "sorted layer of wide tiles of packed weights": packed_layer([66, 3], tile=PACKED_WIDE),
     "sorted layer of many rows of packed weights": packed_layer(tile=SHARED),
     "sorted layer of shared tiles of packed weights": packed_layer([130, 3], n=256, tile=SHARED),
     "small batch": layer(width=8),
