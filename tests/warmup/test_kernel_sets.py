@@ -29,6 +29,13 @@ def test_each_kernel_has_a_reason_of_its_own(models: dict[str, Model]) -> None:
     assert len(reasons) == len(set(reasons))
 
 
+def test_prefill_begins_where_wide_tiles_end(models: dict[str, Model]) -> None:
+    reasons = " ".join(model_kernels(models["DeepSeek-V4-Flash"]).values())
+    assert "in steps of 2987 to 4266 tokens" in reasons
+    assert "in steps of more than 4266 tokens: prefill" in reasons
+    assert "more than 2986" not in reasons
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_what_the_layers_load_is_the_plan(models: dict[str, Model], name: str) -> None:
     """tests/plan compares what is launched with these lists."""

@@ -82,8 +82,14 @@ def few_rows_tokens(spec: LayerSpec) -> int:
     return few_rows_per_expert(spec.weights, UNTUNED) * spec.shape.global_experts // spec.shape.topk
 
 
+def _wide_tiles_tokens(spec: LayerSpec) -> int:
+    """Returns the most tokens of a step for which a layer with wide tiles uses them."""
+    return PACKED_WIDE_ROWS_PER_EXPERT * spec.shape.global_experts // spec.shape.topk
+
+
 def _prefill(spec: LayerSpec) -> str:
-    return f"in steps of more than {few_rows_tokens(spec)} tokens: prefill"
+    most = _wide_tiles_tokens(spec) if has_wide_tiles(spec) else few_rows_tokens(spec)
+    return f"in steps of more than {most} tokens: prefill"
 
 
 def _push_kernels(spec: LayerSpec) -> KernelSet:
@@ -125,8 +131,7 @@ def _wide_tiles_kernels(spec: LayerSpec) -> KernelSet:
     """Returns the GEMMs that stream packed weights for more rows."""
     if not has_wide_tiles(spec):
         return {}
-    tokens = PACKED_WIDE_ROWS_PER_EXPERT * spec.shape.global_experts // spec.shape.topk
-    steps = f"in steps of {few_rows_tokens(spec) + 1} to {tokens} tokens"
+    steps = f"in steps of {few_rows_tokens(spec) + 1} to {_wide_tiles_tokens(spec)} tokens"
     down, gate_up = (
         grouped_key(PACKED_WIDE, False, spec.weights, spec.bias),
         gate_up_few_rows_key(spec, PACKED_WIDE.rows),
