@@ -1,9 +1,9 @@
 // The first GEMM of the experts with its activation, for few rows per expert: q = quantized SiLU(gate) * up, with
 // gate, up = x[a_rows[i]] @ w13[expert]^T, or x[i]. Weights are streamed once; e4m3 with scales as in grouped_gemm.cu.
 //
-// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, which are padded (`padded_tokens`);
-// with TILE_TOKENS, of packed MXFP4, by up to so many. 8 rows of the gate projection are interleaved with the same 8 of
-// the up projection, by TMA or in packed chunks: in wgmma's layout a thread then holds both of a channel, and a tile
+// Swap-AB: a tile is 128 channels, their 256 rows of weights, by up to 64 tokens, or TILE_TOKENS in keys that have it,
+// of packed MXFP4. Tokens are padded (`padded_tokens`). 8 rows of the gate projection are interleaved with the same 8
+// of the up projection, by TMA or in packed chunks: in wgmma's layout a thread then holds both of a channel, and a tile
 // holds a whole group of the quantization.
 //
 // Where tiles are too few for the GPU, `splits` thread blocks share a tile, with a part of K each, see split_k.cuh.

@@ -2,7 +2,7 @@
 // once.
 //
 // Swap-AB: a tile is 128 rows of weights by up to 64 tokens, which are padded (`padded_tokens`) by the expert's own
-// count; with TILE_TOKENS, of packed MXFP4, 256 rows by up to so many tokens.
+// count; with TILE_TOKENS, of packed MXFP4, 256 rows by up to TILE_TOKENS.
 //
 // A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
 // where K is short.
@@ -174,7 +174,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
     Fragment<kTokens> sum[kSlabs];
 #pragma unroll 1
     for (int column = tile.column * in.columns_at_once, end = column + in.columns_at_once; column < end; ++column) {
-        auto weight_row = [&](int i) {  // N is a multiple of kBlockN
+        auto weight_row = [&](int i) {  // N is a multiple of kScaledRows
             int row = warpgroup * kWarpgroupN + warp_row(threadIdx.x) + lane_row(threadIdx.x);
             if constexpr (kWideTiles)  // where N ends within a tile, any row will do
                 row = min(row + i / 2 * kFragmentRows + row_offset(i % 2), in.n - 1 - column * kBlockN);

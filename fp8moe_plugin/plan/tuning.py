@@ -17,8 +17,8 @@ FEW_ROWS_PER_EXPERT = 40
 # Measure again: with `FEW_ROWS_PER_EXPERT`, or if the scales of a row are next to each other: 0.88 to 1.01 there.
 BATCHED_FEW_ROWS = 28
 
-# The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows. Those
-# for many rows decode a tile of weights once for up to 256 rows. Of batched experts, the rows that the caller expects.
+# The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows with
+# tiles of 64 rows. Those for many decode weights once for up to 256. Of batched experts, the rows that are expected.
 # Measured: layers of five shapes take 0.93 to 0.99 of the time of the kernels for many rows with 66 rows per expert,
 # with 68 and 69 0.93 to 1.00, with 72 0.98 to 1.03 ([143]).
 # Measure again: when either change, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
@@ -27,7 +27,7 @@ PACKED_FEW_ROWS_PER_EXPERT = 70
 # The same for the kernels for few rows with wide tiles, which hold 120 rows.
 # Measured: layers of three shapes take 0.84 and 0.85 of the time of the kernels for many rows with 72 to 75 rows per
 # expert, 0.87 to 0.89 with 80 to 85, 0.94 to 0.97 with 96, 1.00 to 1.04 with 104 to 108 ([150]).
-# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; on an H100.
+# Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; on an H100, which takes them from 57 rows on.
 PACKED_WIDE_ROWS_PER_EXPERT = 100
 
 # The fewest intermediate channels of an expert with which its steps have wide tiles.

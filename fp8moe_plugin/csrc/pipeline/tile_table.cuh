@@ -25,7 +25,7 @@ struct RowTiles {
 
     DEVICE RowTiles(int rows, int block_m) : rows(rows), block_m(block_m) {
         tail = block_m == kManyRowsTile ? kTailRows : 0;
-        // A division by constants is a shift. A further size of tiles needs its constant here.
+        // A division by constants takes a shift or a multiplication. A further size of tiles needs its constant here.
         int full = block_m == kWideFewRowsTile ? u32(rows) / kWideFewRowsTile
                                                : u32(rows) / (block_m == kFewRowsTile  ? kFewRowsTile
                                                               : block_m == kSharedTile ? kSharedTile

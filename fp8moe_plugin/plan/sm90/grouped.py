@@ -118,7 +118,7 @@ def row_tile(weights: WeightFormat, rows_per_expert: float, tuning: GpuTuning) -
 
 
 def has_wide_tiles(spec: LayerSpec) -> bool:
-    """Whether steps may run the kernels for few rows with wide tiles, which know no further steps."""
+    """Whether steps may run the kernels for few rows with wide tiles, which do not support further steps."""
     return (
         spec.weights in PACKED_FORMATS and spec.shape.intermediate >= PACKED_WIDE_FROM and not any(spec.further_steps)
     )
