@@ -343,7 +343,7 @@ def packed_layer_of_one_base(emulator: Device, seed: int) -> None:
     assert run_packed_layer(emulator, seed, span=SPAN) <= MOST_ERROR
 
 
-def packed_wide_tiles(emulator: Device, seed: int) -> None:
+def packed_widest_tiles(emulator: Device, seed: int) -> None:
     """Of one base, with more K blocks than there are stages."""
     with pytest.MonkeyPatch.context() as patch:
         h.force_step(patch, tile=FEW_ROWS)
@@ -497,7 +497,7 @@ KERNELS = {  # to be compiled ahead
     ),
     packed_layer: PACKED,
     packed_layer_of_one_base: PACKED,
-    packed_wide_tiles: PACKED,
+    packed_widest_tiles: PACKED,
     packed_short_tiles: PACKED,
     packed_few_rows_of_copies: (*PACKED[:2], quantize_key(False, Layout.PERMUTED), *FEW[3:]),
     packed_parts: PACKED_PARTS,
@@ -1381,21 +1381,21 @@ FAULTS = {
     "sums of few rows are not multiplied by their base": Fault(
         "mma/swap_ab.cuh", "*= base[row_index(e)]", "*= 1.f", packed_layer_of_one_base, "AssertionError"
     ),
-    "wide tiles release a stage twice": Fault(
+    "the widest tiles release a stage twice": Fault(
         "mma/swap_ab.cuh",
         "if (step > 0) release(shared, before);",
         "release(shared, before);",
-        packed_wide_tiles,
+        packed_widest_tiles,
         "AssertionError|more arrivals|deadlock|livelock",
     ),
     "sums of both projections have the base of the gate": Fault(
         "mma/swap_ab.cuh", ".scale(1) : base[0]", ".scale(0) : base[0]", packed_layer_of_one_base, "AssertionError"
     ),
-    "wide tiles keep their last stage": Fault(
+    "the widest tiles keep their last stage": Fault(
         "mma/swap_ab.cuh",
         "        fence_proxy_async();\n        release(shared, s);\n    }\n#pragma",
         "    }\n#pragma",
-        packed_wide_tiles,
+        packed_widest_tiles,
         "deadlock|livelock",
     ),
     "a part of the tokens is added before its product is there": Fault(
