@@ -96,13 +96,15 @@ static void issue(Warp& warp, const Multiplication& m) {
 }
 
 static std::shared_ptr<WgmmaResult> result_in(Warp& warp, const u64* registers, bool accumulate) {
+    auto in_these = [&](const auto& result) { return u64(result->registers[0]) == registers[0]; };
     if (!accumulate) {
+        std::erase_if(warp.results, in_these);  // what an earlier group of a wait for all but the last has left
         warp.results.push_back(std::make_shared<WgmmaResult>());
         for (int lane = 0; lane < 32; ++lane)
             warp.results.back()->registers[lane] = reinterpret_cast<float*>(registers[lane]);
     }
     for (auto& result : warp.results)
-        if (u64(result->registers[0]) == registers[0]) return result;
+        if (in_these(result)) return result;
     fail("wgmma accumulates what an earlier group has left in registers");
 }
 
