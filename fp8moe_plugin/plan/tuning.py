@@ -24,7 +24,7 @@ BATCHED_FEW_ROWS = 28
 # Measure again: when either change, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
 PACKED_FEW_ROWS_PER_EXPERT = 70
 
-# The same for the kernels for few rows with wide tiles, which hold 120 rows.
+# The same for the kernels for few rows with wide tiles, which hold 120 rows. If that is 0, no step has wide tiles.
 # Measured: layers of three shapes take 0.84 and 0.85 of the time of the kernels for many rows with 72 to 75 rows per
 # expert, 0.87 to 0.89 with 80 to 85, 0.94 to 0.97 with 96, 1.00 to 1.04 with 104 to 108 ([150]).
 # Measure again: with `PACKED_FEW_ROWS_PER_EXPERT`; on an H100, which takes them from 57 rows on.

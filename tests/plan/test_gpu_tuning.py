@@ -24,7 +24,7 @@ from fp8moe_plugin.plan.gpu_tuning import OF_GPUS, UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import HOPPER, SM90
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep, plan_layer
 from fp8moe_plugin.plan.sm90.push import plan_push
-from fp8moe_plugin.plan.sm90.tiles import PACKED_FEW_ROWS
+from fp8moe_plugin.plan.sm90.tiles import PACKED_FEW_ROWS, PACKED_WIDE
 from fp8moe_plugin.plan.spec import GroupedBy, Grouping, LayerSpec, MoeShape
 from tests import helpers as h
 
@@ -163,6 +163,26 @@ def test_packed_experts_have_thresholds_of_their_own() -> None:
         assert isinstance(backend.plan_layer(narrow, 4, 132).choices, SmallBatchStep) != packed_changes
         plans = backend.plan_layer(wide, 32 * 56, 132), backend.plan_batched(wide, 512, 56, 132)
         assert [plan.choices.tile is PACKED_FEW_ROWS for plan in plans] == [not packed_changes] * 2
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "few_rows", "rows", "wide"),
+    [
+        (1024, 70, 70, False),
+        (1024, 70, 71, True),
+        (1024, 70, 100, True),
+        (1024, 70, 101, False),
+        (896, 70, 100, False),
+        (1024, 1, 2, True),
+        (1024, 0, 1, False),
+        (1024, 0, 100, False),
+    ],
+)
+def test_wide_tiles_follow_rows_and_channels(intermediate: int, few_rows: int, rows: int, wide: bool) -> None:
+    """`few_rows`: the threshold, of which 0 asks for many rows in each step."""
+    spec = LayerSpec(MoeShape(8, 7168, intermediate, 256, 256), PACKED_MXFP4)
+    tuning = GpuTuning(packed_few_rows_per_expert=few_rows, packed_small_batch_bytes=0)
+    assert (plan_layer(spec, 32 * rows, 132, tuning).tile is PACKED_WIDE) == wide
 
 
 def test_plans_of_both_do_not_mix() -> None:

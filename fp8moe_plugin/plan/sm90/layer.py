@@ -139,7 +139,8 @@ def tile_of_step(spec: LayerSpec, tokens: int, tuning: GpuTuning = UNTUNED) -> R
     """Returns the tiles of a step whose rows are sorted by expert."""
     rows_per_expert = tokens * spec.shape.topk / spec.shape.global_experts
     tile = row_tile(spec.weights, rows_per_expert, tuning)
-    wide = tile is SHARED and rows_per_expert <= PACKED_WIDE_ROWS_PER_EXPERT and has_wide_tiles(spec)
+    most_wide = PACKED_WIDE_ROWS_PER_EXPERT if tuning.packed_few_rows_per_expert else 0  # 0: many rows in each step
+    wide = tile is SHARED and rows_per_expert <= most_wide and has_wide_tiles(spec)
     return PACKED_WIDE if wide else tile
 
 
