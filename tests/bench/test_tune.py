@@ -19,6 +19,7 @@ from fp8moe_plugin.launches.backends import BACKENDS
 from fp8moe_plugin.plan.gpu_tuning import OF_GPUS, UNTUNED, GpuTuning
 from fp8moe_plugin.plan.keys import SM90
 from fp8moe_plugin.plan.sm90.layer import SmallBatchStep
+from fp8moe_plugin.plan.sm90.tiles import FEW_ROWS, PACKED_FEW_ROWS
 
 SMS = 132
 QWEN3 = "Qwen3-30B-A3B"
@@ -40,7 +41,7 @@ def rows_per_expert(name: str, tokens: int) -> int:
 
 
 def is_few(plan: object) -> bool:
-    return not isinstance(plan, SmallBatchStep) and plan.tile.streams_weights
+    return not isinstance(plan, SmallBatchStep) and plan.tile in (FEW_ROWS, PACKED_FEW_ROWS)
 
 
 def test_each_threshold_has_steps_and_its_default() -> None:
