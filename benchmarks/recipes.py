@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.recipe_models import RECIPES, Measured, Recipe
-from benchmarks.tables import OURS, PEERS, ROOT, checks_only, results, table, write
+from benchmarks.tables import OURS, PEERS, ROOT, checks_only, fastest_peer, results, table, write
 from fp8moe_plugin.checkpoint.model import read_model
 from fp8moe_plugin.checkpoint.parallel import Parallel
 from fp8moe_plugin.checkpoint.shapes import Model
@@ -223,11 +223,8 @@ def mxfp4_table(found: Measured) -> str:
     rows = [row for row in results(found.result)["rows"] if row["shape"] == found.model]
     peers = any_of(tuple(f"`{name}`" for name in rows[0]["peers"]))
     header = ["tokens", f"{OURS}, us", "re-encoded to block FP8, us", f"{peers}, us"]
-    best = [min(us for us in row["peers"].values() if not isinstance(us, str)) for row in rows]
-    times = ([row["us"], row["fp8_us"], us] for row, us in zip(rows, best, strict=True))
-    return table(
-        header, ([f"{r['tokens']:,}", *(f"{us:,.0f}" for us in cells)] for r, cells in zip(rows, times, strict=True))
-    )
+    times = ((row["tokens"], row["us"], row["fp8_us"], fastest_peer(row)) for row in rows)
+    return table(header, ([f"{figure:,.0f}" for figure in cells] for cells in times))
 
 
 def engine_table(found: Measured) -> str:
