@@ -80,18 +80,9 @@ def test_shared_tiles_have_the_bits_of_block_fp8(
 ) -> None:
     """`counts`: rows of each expert. `early`: GEMM 2 starts early, and counts what GEMM 1 has stored."""
     emulator = Device(emulator_runtime, kernels, multiprocessors)
-    gen, experts = h.seeded(1, CPU), random_experts(h.seeded(1, CPU), len(counts), *shape, span)
-    x, routing = h.random_tokens(gen, sum(counts), shape[0]), h.routing_of_counts(gen, counts)
-    packed, fp8 = experts.packed(), experts.in_fp8()
-    biases = h.random_biases(gen, len(counts), *shape) if biased else {}
-    h.force_step(monkeypatch, tile=MANY_ROWS)
-    wanted = emulator.execute(1, lambda: fused_moe(x, *fp8, *routing, **biases))
-    taken = h.force_step(monkeypatch, tile=SHARED)
-    assert h.same_bits(emulator.execute(1, lambda: packed_moe(x, packed, *routing, **biases)), wanted)
-    (step,) = taken
+    (step,) = check_bits_of_counts(emulator, monkeypatch, counts, shape, span, biased, tile=SHARED)
     assert isinstance(step, SortedStep)
     assert step.pdl_down == early
-    assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True, biases=biases)) <= MOST_ERROR
 
 
 @pytest.mark.parametrize(
@@ -119,15 +110,29 @@ def test_wide_tiles_have_the_bits_of_block_fp8(
 ) -> None:
     """`counts`: rows of each expert."""
     emulator = Device(emulator_runtime, kernels, multiprocessors)
+    check_bits_of_counts(emulator, monkeypatch, counts, shape, span, biased, tile=PACKED_WIDE, copies=copies)
+
+
+def check_bits_of_counts(
+    emulator: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    counts: list[int],
+    shape: tuple[int, int],
+    span: int,
+    biased: bool,
+    **step: Any,
+) -> list[StepPlan]:
+    """Compares a layer in such a step with block FP8 of many rows. Returns its plan. `step`: of `h.force_step`."""
     gen, experts = h.seeded(1, CPU), random_experts(h.seeded(1, CPU), len(counts), *shape, span)
     x, routing = h.random_tokens(gen, sum(counts), shape[0]), h.routing_of_counts(gen, counts)
     packed, fp8 = experts.packed(), experts.in_fp8()
     biases = h.random_biases(gen, len(counts), *shape) if biased else {}
     h.force_step(monkeypatch, tile=MANY_ROWS)
     wanted = emulator.execute(1, lambda: fused_moe(x, *fp8, *routing, **biases))
-    h.force_step(monkeypatch, tile=PACKED_WIDE, copies=copies)
+    taken = h.force_step(monkeypatch, **step)
     assert h.same_bits(emulator.execute(1, lambda: packed_moe(x, packed, *routing, **biases)), wanted)
     assert h.relative_l2(wanted, h.layer_reference(x, fp8, *routing, quantized=True, biases=biases)) <= MOST_ERROR
+    return taken
 
 
 def check_bits(
