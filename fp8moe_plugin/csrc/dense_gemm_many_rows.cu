@@ -164,7 +164,7 @@ DEVICE void multiply(SharedMemory shared, Ring<kStages>& ring, const First& firs
             if (half == kHalves - 1) {
                 release_in_cluster(first.empty, s);
                 ring.advance();
-                ready = k + 1 < k_blocks && barrier_completed(shared.full(ring.stage), ring.phase);
+                ready = k + 1 < k_blocks && barrier_try_wait(shared.full(ring.stage), ring.phase);
             }
 #pragma unroll
             for (int e = 0; e < kHalfN / 2; ++e) {

@@ -606,7 +606,7 @@ FAULTS = {
     ),
     "a stage is read before it is full": Fault(
         "mma/row_tile.cuh",
-        "ready = k + 1 < k_blocks && barrier_completed(shared.full(rings.tokens.stage), rings.tokens.phase);",
+        "ready = k + 1 < k_blocks && barrier_try_wait(shared.full(rings.tokens.stage), rings.tokens.phase);",
         "ready = true;",
         second_gemm,
         f"{WRONG_RESULT}|more arrivals",

@@ -18,8 +18,8 @@ DEVICE u32 in_registers(u32 value) {
     return value;
 }
 
-// Whether the phase has completed; does not wait.
-DEVICE bool barrier_has_completed(u32 barrier, u32 parity) {
+// Whether the phase has completed; never suspends the thread, as barrier_try_wait may.
+DEVICE bool barrier_test_wait(u32 barrier, u32 parity) {
     u32 completed;
     asm volatile(
         "{ .reg .pred done;\n"

@@ -96,8 +96,8 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Whether the phase has completed; waits a little.
-DEVICE bool barrier_completed(u32 barrier, u32 parity) {
+// Whether the phase has completed; may suspend the thread until it has, for a limited time.
+DEVICE bool barrier_try_wait(u32 barrier, u32 parity) {
     u32 completed;
     asm volatile(
         "{ .reg .pred done;\n"

@@ -128,7 +128,7 @@ DEVICE void multiply_part(SharedMemory shared, Ring<kStages>& ring, int steps, c
             Ring<kStages> next = ring;
             next.advance();
             // In the last step of this stage, which is full until it is released: a branch would cost more.
-            ready = barrier_has_completed(shared.full(more ? next.stage : s), more ? next.phase : ring.phase);
+            ready = barrier_test_wait(shared.full(more ? next.stage : s), more ? next.phase : ring.phase);
             __syncwarp();
             barrier_arrive_by_one_lane(shared.empty(s));
             ring = next;

@@ -75,7 +75,7 @@ DEVICE void multiply_row_tile(SharedMemory shared, Rings& rings, int k_blocks, c
             if (last) {
                 release(shared, s);
                 rings.advance();
-                ready = k + 1 < k_blocks && barrier_completed(shared.full(rings.tokens.stage), rings.tokens.phase);
+                ready = k + 1 < k_blocks && barrier_try_wait(shared.full(rings.tokens.stage), rings.tokens.phase);
             }
 #pragma unroll
             for (int e = 0; e < kColumns / 2; ++e) sum[half][e] += scale[row_index(e)] * product[e];
