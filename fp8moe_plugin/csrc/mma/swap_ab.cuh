@@ -110,33 +110,40 @@ struct GateUpScales : Order {
     }
 };
 
-// The scales of tokens alone, where those of weights are the same in all steps.
-template <int kTokens, class Order>
+// The scales of tokens alone, where those of weights are the same in all steps: of kTokens tokens of a tile, from
+// kBegin on, which is a multiple of 8.
+template <int kTokens, class Order, int kBegin = 0>
 struct OnlyTokenScales : Order {
     float token[kTokens / 4];
     template <class TokenScale>
     DEVICE explicit OnlyTokenScales(TokenScale token_scale) {
         read(Order{}, token_scale);
     }
+    DEVICE void add(float& sum, float product, int e) const { sum += token[column_index(e)] * product; }
+
+   private:
     template <class TokenScale>
     DEVICE void read(InOrder, TokenScale token_scale) {
 #pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i) token[i] = load_shared_float(token_scale(column_offset(i)));
+        for (int i = 0; i < kTokens / 4; ++i) token[i] = load_shared_float(token_scale(kBegin + column_offset(i)));
     }
+    // Four at once for each whole 16 tokens, and two for the 8 tokens that may be before and after those.
     template <class TokenScale>
     DEVICE void read(ByThread, TokenScale token_scale) {
-        constexpr int kFours = kTokens / 16 * 4;
+        constexpr int kFirst = kBegin % 16 / 4, kLast = kFirst + (kTokens / 4 - kFirst) / 4 * 4;
+        if constexpr (kFirst > 0) read_two<0>(token_scale);
 #pragma unroll
-        for (int i = 0; i < kFours; i += 4) {
-            const float4 four = load_shared_float4(token_scale(column_offset(i)));
+        for (int i = kFirst; i < kLast; i += 4) {
+            const float4 four = load_shared_float4(token_scale(kBegin + column_offset(i)));
             token[i] = four.x, token[i + 1] = four.y, token[i + 2] = four.z, token[i + 3] = four.w;
         }
-        if constexpr (kFours < kTokens / 4) {
-            const float2 two = load_shared_float2(token_scale(column_offset(kFours)));
-            token[kFours] = two.x, token[kFours + 1] = two.y;
-        }
+        if constexpr (kLast < kTokens / 4) read_two<kLast>(token_scale);
     }
-    DEVICE void add(float& sum, float product, int e) const { sum += token[column_index(e)] * product; }
+    template <int kAt, class TokenScale>
+    DEVICE void read_two(TokenScale token_scale) {
+        const float2 two = load_shared_float2(token_scale(kBegin + column_offset(kAt)));
+        token[kAt] = two.x, token[kAt + 1] = two.y;
+    }
 };
 
 // Adds the product of a stage: kSlabs of 64 rows of weights, from `row` on, by kTokens tokens. `others`: what else

@@ -11,35 +11,6 @@ struct PartsOf {
     DEVICE static constexpr int size(int part) { return begin(part + 1) - begin(part); }
 };
 
-// The scales of the thread's tokens of a part.
-template <int kBegin, int kTokens, class Order>
-struct PartScales {
-    float token[kTokens / 4];
-    template <class TokenScale>
-    DEVICE explicit PartScales(TokenScale token_scale) {
-        read(Order{}, token_scale);
-    }
-    template <class TokenScale>
-    DEVICE void read(InOrder, TokenScale token_scale) {
-#pragma unroll
-        for (int i = 0; i < kTokens / 4; ++i) token[i] = load_shared_float(token_scale(kBegin + column_offset(i)));
-    }
-    template <class TokenScale>
-    DEVICE void read(ByThread, TokenScale token_scale) {
-#pragma unroll
-        for (int i = 0; i < kTokens; i += 8) {
-            const int begin = kBegin + i, at = i / 4;
-            if (begin % 16 == 0 && i + 8 < kTokens) {
-                const float4 four = load_shared_float4(token_scale(begin));
-                token[at] = four.x, token[at + 1] = four.y, token[at + 2] = four.z, token[at + 3] = four.w;
-            } else if (begin % 16 == 0 || i == 0) {
-                const float2 two = load_shared_float2(token_scale(begin));
-                token[at] = two.x, token[at + 1] = two.y;
-            }
-        }
-    }
-};
-
 // A stage of a warpgroup. A unit is the product of one slab of 64 rows of weights by one part of the tokens; the slabs
 // of a part are consecutive, and share the scales of its tokens. Two units are in flight.
 template <int kTokens, class Parts, int kSlabs, class Order, class SharedMemory>
@@ -87,7 +58,8 @@ struct StageInParts {
     // Starts the next unit, adds the product of this one, which has been started, and goes on.
     template <int kUnit>
     DEVICE void finish() const {
-        finish<kUnit>([&](int offset) { return shared.token_scale(stage, token + Order::place(offset)); });
+        // Added to the token, the place costs more instructions in the main loop.
+        finish<kUnit>([&](int offset) { return shared.token_scale(stage, token) + 4 * Order::place(offset); });
     }
     // `from`: the scales of the part, or the addresses of the tokens'.
     template <int kUnit, class From>
@@ -95,7 +67,7 @@ struct StageInParts {
         constexpr int kBegin = Parts::begin(part(kUnit)), kSize = Parts::size(part(kUnit));
         constexpr bool kLast = kUnit + 1 == kUnits;
         if constexpr (!kLast) start<kUnit + 1>();
-        const PartScales<kBegin, kSize, Order> scales(from);  // before the wait, see release
+        const OnlyTokenScales<kSize, Order, kBegin> scales(from);  // before the wait, see release
         if constexpr (kLast)
             wgmma_wait();
         else
@@ -106,8 +78,7 @@ struct StageInParts {
             release(shared, stage);
         }
 #pragma unroll
-        for (int e = 0; e < kSize / 2; ++e)
-            sum[kUnit % kSlabs][kBegin / 2 + e] += scales.token[column_index(e)] * product<kUnit>()[e];
+        for (int e = 0; e < kSize / 2; ++e) scales.add(sum[kUnit % kSlabs][kBegin / 2 + e], product<kUnit>()[e], e);
         if constexpr (!kLast) {
             if constexpr (part(kUnit + 1) == part(kUnit))
                 finish<kUnit + 1>(scales);
