@@ -42,25 +42,26 @@ DEVICE void by_width(int rows, bool one_base, Compute compute) {
             case 112: return compute(Width<112, kWideTiles>{});
             default: return compute(Width<kTileTokens, kWideTiles>{});
         }
-    }
-    if constexpr (kPacked) {
-        if (one_base) {
-            switch (padded_tokens(rows)) {
-                case 8: return compute(Width<8, kPacked>{});
-                case 16: return compute(Width<16, kPacked>{});
-                case 24: return compute(Width<24, kPacked>{});
-                case 32: return compute(Width<32, kPacked>{});
-                case 40: return compute(Width<40, kPacked>{});
-                case 48: return compute(Width<48, kPacked>{});
-                default: return compute(Width<64, kPacked>{});
+    } else {
+        if constexpr (kPacked) {
+            if (one_base) {
+                switch (padded_tokens(rows)) {
+                    case 8: return compute(Width<8, kPacked>{});
+                    case 16: return compute(Width<16, kPacked>{});
+                    case 24: return compute(Width<24, kPacked>{});
+                    case 32: return compute(Width<32, kPacked>{});
+                    case 40: return compute(Width<40, kPacked>{});
+                    case 48: return compute(Width<48, kPacked>{});
+                    default: return compute(Width<64, kPacked>{});
+                }
             }
         }
-    }
-    switch (padded_to_power_of_two(rows)) {
-        case 8: return compute(Width<8, false>{});
-        case 16: return compute(Width<16, false>{});
-        case 32: return compute(Width<32, false>{});
-        default: return compute(Width<64, false>{});
+        switch (padded_to_power_of_two(rows)) {
+            case 8: return compute(Width<8, false>{});
+            case 16: return compute(Width<16, false>{});
+            case 32: return compute(Width<32, false>{});
+            default: return compute(Width<64, false>{});
+        }
     }
 }
 
