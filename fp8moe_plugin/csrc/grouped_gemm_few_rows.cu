@@ -45,7 +45,7 @@ constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  //
 template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
 using SharedMemory =
-    Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kBlockTokens>, Staging<kMathWarpgroups * kSlabs * kStagedTokens>,
+    Stages<kAsManyAsFit, Weights<kBlockN>, Tokens<kBlockTokens>, Staging<kMathWarpgroups * kStagedTokens>,
            TokenScales<kBlockTokens + ActivationScales::kSlack>, WeightScales<kScalesOfTile>, TileOfStage<1>, Full<1>,
            Empty<1>, SharedTile<1>, WeightTables<1>>;
 constexpr int kStages = SharedMemory::kStages;
@@ -198,12 +198,12 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         biases.add_to(sum);
         auto row_of = [&](int token) { return d + i64(tile.row + token) * in.n; };
         const int channel = column * kBlockN + warpgroup * kWarpgroupN;
+        const u32 staging = shared.staging(warpgroup * kStagedTokens);
         if constexpr (kWideTiles)
-            store_transposed_in_parts<kTokens, kStagedTokens>(shared.staging(warpgroup * kSlabs * kStagedTokens),
-                                                              warpgroup, row_of, in.n, tile.rows, channel, sum);
+            store_transposed_in_parts<kTokens, kStagedTokens>(staging, warpgroup, row_of, in.n, tile.rows, channel,
+                                                              sum);
         else
-            store_transposed<kTokens>(shared.staging(warpgroup * kBlockTokens), warpgroup, row_of, in.n, tile.rows,
-                                      channel, sum[0]);
+            store_transposed<kTokens>(staging, warpgroup, row_of, in.n, tile.rows, channel, sum[0]);
     }
 }
 

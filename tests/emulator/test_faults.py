@@ -1425,6 +1425,13 @@ FAULTS = {
     "the second slab is added to the sums of the first": Fault(
         "mma/swap_ab_parts.cuh", "sum[kUnit % kSlabs][kBegin", "sum[0][kBegin", packed_parts, "AssertionError"
     ),
+    "a slab is staged before the one before it has been read": Fault(
+        "epilogue/store_transposed.cuh",
+        "    warpgroup_barrier(warpgroup);  // the staging buffer is free\n",
+        "",
+        packed_parts,
+        "AssertionError",
+    ),
     "the second slab has the rows of the first": Fault(
         "mma/swap_ab_parts.cuh", "row + kUnit * 64", "row", packed_parts, "AssertionError"
     ),

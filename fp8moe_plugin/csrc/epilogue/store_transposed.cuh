@@ -24,7 +24,7 @@ DEVICE void store_transposed(u32 staging, int warpgroup, RowOf row_of, int n, in
     }
 }
 
-// The same for slabs of 64 channels, at most kPart tokens at once. `staging` has room for as many, of each slab.
+// The same for slabs of 64 channels, one after the other, at most kPart tokens at once. `staging` has room for as many.
 template <int kTokens, int kPart, int kSlabs, class RowOf>
 DEVICE void store_transposed_in_parts(u32 staging, int warpgroup, RowOf row_of, int n, int rows, int column,
                                       const float (&sum)[kSlabs][kTokens / 2]) {
@@ -37,7 +37,7 @@ DEVICE void store_transposed_in_parts(u32 staging, int warpgroup, RowOf row_of, 
 #pragma unroll
             for (int e = 0; e < kPart / 2; ++e) part[e] = first / 2 + e < kTokens / 2 ? sum[slab][first / 2 + e] : 0.f;
             auto row_from = [&](int token) { return row_of(first + token); };
-            store_transposed<kPart>(staging + slab * kPart * 128, warpgroup, row_from, n, min(rows - first, kPart),
-                                    column + slab * 64, part);
+            store_transposed<kPart>(staging, warpgroup, row_from, n, min(rows - first, kPart), column + slab * 64,
+                                    part);
         }
 }
