@@ -7,7 +7,7 @@
 // A thread block takes `columns_at_once` consecutive columns of tiles at a time, which amortises the setup of a tile
 // where K is short.
 //
-// In:   a_map, a_wide_map  boxes of 8 rows of A, and of 32;    b_map  boxes of 128 rows of weights
+// In:   a_map, a_tall_map  boxes of 8 rows of A, and of 32;    b_map  boxes of 128 rows of weights
 //       a_scales, b_scales, table, num_tiles  as in grouped_gemm.cu; packed MXFP4: mxfp4_chunks.cuh
 //       bias      BIAS: float32 [experts, N], added to each row
 //       claim_pair  which of the table's counters deals out the tiles
@@ -40,7 +40,7 @@ constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the la
 constexpr int kProducerBarrier = 1 + kMathWarpgroups;
 constexpr int kBlockTokens = kTileTokens;
 constexpr int kStagedTokens = kWideTiles ? 24 : kBlockTokens;                 // at once, in an epilogue
-constexpr int kBoxTokens = SWIZZLE_ROWS, kWideBoxTokens = FEW_ROWS_WIDE_BOX;  // of one TMA load
+constexpr int kBoxTokens = SWIZZLE_ROWS, kTallBoxTokens = FEW_ROWS_TALL_BOX;  // of one TMA load
 
 template <int kCount>
 struct SharedTile : Once<kCount, 16, 16> {};  // which the producer's warps share
@@ -54,7 +54,7 @@ using Queue = TileQueue<kBlockTokens>;
 using Awaited = AwaitedRowsOf<kBlocks>;
 
 struct Operands {
-    const TensorMap *tokens, *wide_tokens;
+    const TensorMap *tokens, *tall_tokens;
     const WeightMap* weights;
     ActivationScales token_scales;
     const WeightScale* weight_scales;         // [experts, ceil(N / 128), K / 128]
@@ -77,9 +77,9 @@ struct TileLoads {
 
     DEVICE TileLoads(const Operands& in, const Tile& tile) : tile(tile) {
         padded = padded_tokens(tile.rows);
-        const bool narrow = kWideTiles || (kMoreWidths ? padded % kWideBoxTokens != 0 : padded < kWideBoxTokens);
-        box_tokens = narrow ? kBoxTokens : kWideBoxTokens;
-        token_map = narrow ? in.tokens : in.wide_tokens;
+        const bool low = kWideTiles || (kMoreWidths ? padded % kTallBoxTokens != 0 : padded < kTallBoxTokens);
+        box_tokens = low ? kBoxTokens : kTallBoxTokens;
+        token_map = low ? in.tokens : in.tall_tokens;
         int column = tile.column * in.columns_at_once;
         weight_row = tile.expert * in.n + column * kBlockN;
         scale_pitch = ::scale_pitch(*in.weights, in.k_blocks);
@@ -107,8 +107,8 @@ struct TileLoads {
             StepsOfTile(weight_scale + column * kScalesOfTile * scale_pitch, *in.weights, in.k_blocks).k_block(step);
         int token = 0;
         if constexpr (kWideTiles)
-            for (; token + kWideBoxTokens <= padded; token += kWideBoxTokens)
-                tma_load(shared.tokens(s, token), in.wide_tokens, shared.full(s), k * kBlockK, tile.row + token);
+            for (; token + kTallBoxTokens <= padded; token += kTallBoxTokens)
+                tma_load(shared.tokens(s, token), in.tall_tokens, shared.full(s), k * kBlockK, tile.row + token);
         for (; token < padded; token += box_tokens)
             tma_load(shared.tokens(s, token), token_map, shared.full(s), k * kBlockK, tile.row + token);
         bulk_load(shared.token_scale(s, 0), token_scale + k * in.token_scales.k_stride, shared.full(s), scale_bytes);
@@ -224,7 +224,7 @@ struct ComputeTile {
 // ---- kernel --------------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
-    grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_wide_map,
+    grouped_gemm_few_rows(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap a_tall_map,
                           const __grid_constant__ WeightMap b_map, const float* a_scales, int a_scale_expert_stride,
                           int a_scale_k_stride, const WeightScale* b_scales, u16* d, const int4* table, int* num_tiles,
                           int m, int n, int k, int claim_pair, int columns_at_once, int* done_counters,
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     int warpgroup = warp_uniform(threadIdx.x / 128);
     ActivationScales scales{a_scales, a_scale_expert_stride, a_scale_k_stride};
     const int k_blocks = k / kBlockK, steps = weight_steps(b_map, k_blocks);
-    Operands in{&a_map, &a_wide_map, &b_map, scales, b_scales, n, k_blocks, steps, columns_at_once};
+    Operands in{&a_map, &a_tall_map, &b_map, scales, b_scales, n, k_blocks, steps, columns_at_once};
     if (warpgroup == kMathWarpgroups) {
         if constexpr (kMovesRegisters) decrease_registers<kProducerRegisters>();
         const int warp = warp_uniform(threadIdx.x / 32) - 4 * kMathWarpgroups;

@@ -108,7 +108,7 @@ PARAMETERS = {
         "pointer num_tiles, int m, int n, int k, pointer bias"
     ),
     "grouped_gemm_few_rows": _signature(
-        "map a_map, map a_wide_map, map b_map, pointer a_scales, int a_scale_expert_stride, int a_scale_k_stride, "
+        "map a_map, map a_tall_map, map b_map, pointer a_scales, int a_scale_expert_stride, int a_scale_k_stride, "
         "pointer b_scales, pointer d, pointer table, pointer num_tiles, int m, int n, int k, int claim_pair, "
         "int columns_at_once, pointer done_counters, int counters_per_tile, pointer bias"
     ),

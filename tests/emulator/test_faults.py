@@ -343,7 +343,7 @@ def packed_layer_of_one_base(emulator: Device, seed: int) -> None:
     assert run_packed_layer(emulator, seed, span=SPAN) <= MOST_ERROR
 
 
-def packed_widest_tiles(emulator: Device, seed: int) -> None:
+def packed_tiles_of_64(emulator: Device, seed: int) -> None:
     """Of one base, with more K blocks than there are stages."""
     with pytest.MonkeyPatch.context() as patch:
         h.force_step(patch, tile=FEW_ROWS)
@@ -419,7 +419,7 @@ def packed_small_batch(emulator: Device, seed: int, width: int = 8) -> None:
     assert error <= MOST_ERROR
 
 
-wide_packed_batch = functools.partial(packed_small_batch, width=16)
+packed_batch_of_16 = functools.partial(packed_small_batch, width=16)
 PER_CHANNEL = MODIFIED._replace(weights=FP8_CHANNEL)
 scales_of_many_rows = per_channel("gate_up")
 scales_of_few_rows = per_channel("gate_up_few_rows")
@@ -430,7 +430,7 @@ bias_of_many_rows = functools.partial(activations.many_rows, activation=OAI, bia
 bias_of_few_rows = functools.partial(activations.few_rows, activation=OAI, biased=True)
 bias_of_small_batch = functools.partial(activations.small_batch, activation=OAI, biased=True)
 
-WIDE = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
+MANY = grouped_gemm_key(Output.BF16), tiles_of_counts_key()
 NARROW = dense_gemm_few_rows_key(), quantize_key(False, Layout.K_MAJOR)
 FEW = (
     grouped_gemm_few_rows_key(),
@@ -463,13 +463,13 @@ PACKED_BIASED = (
 SMALL_BATCH = gate_up_small_batch_key(h.layer_spec(), 8, 8), down_small_batch_key(h.layer_spec(), 8, 8)
 PACKED_SPEC = h.layer_spec()._replace(weights=PACKED_MXFP4)
 PACKED_SMALL_BATCH = gate_up_small_batch_key(PACKED_SPEC, 8, 8), down_small_batch_key(PACKED_SPEC, 8, 8)
-WIDE_PACKED_BATCH = gate_up_small_batch_key(PACKED_SPEC, 16, 4), down_small_batch_key(PACKED_SPEC, 16, 4)
+PACKED_BATCH_OF_16 = gate_up_small_batch_key(PACKED_SPEC, 16, 4), down_small_batch_key(PACKED_SPEC, 16, 4)
 BIASED_SMALL_BATCH = gate_up_small_batch_key(BIASED, 8, 8), down_small_batch_key(BIASED, 8, 8)
 DENSE = dense_gemm_key(64), quantize_key(False, Layout.K_MAJOR)
 KEEPS = grouped_gemm_key(Output.BF16, keep_b=True), tiles_of_counts_key()
 KERNELS = {  # to be compiled ahead
-    second_gemm: WIDE,
-    both_gemms: WIDE,
+    second_gemm: MANY,
+    both_gemms: MANY,
     second_gemm_that_keeps_weights: KEEPS,
     dense_layer: NARROW,
     dense_tiles: DENSE,
@@ -497,7 +497,7 @@ KERNELS = {  # to be compiled ahead
     ),
     packed_layer: PACKED,
     packed_layer_of_one_base: PACKED,
-    packed_widest_tiles: PACKED,
+    packed_tiles_of_64: PACKED,
     packed_short_tiles: PACKED,
     packed_few_rows_of_copies: (*PACKED[:2], quantize_key(False, Layout.PERMUTED), *FEW[3:]),
     packed_parts: PACKED_PARTS,
@@ -509,7 +509,7 @@ KERNELS = {  # to be compiled ahead
     packed_early_rows: PACKED_MANY,
     packed_early_halves: PACKED_MANY,
     packed_small_batch: PACKED_SMALL_BATCH,
-    wide_packed_batch: WIDE_PACKED_BATCH,
+    packed_batch_of_16: PACKED_BATCH_OF_16,
     behind_dense_layer: (*DENSE, *FEW),
     behind_choice: (choose_experts_key(), *FEW),
     choice_behind_dense: (*DENSE, choose_experts_key()),
@@ -1381,21 +1381,21 @@ FAULTS = {
     "sums of few rows are not multiplied by their base": Fault(
         "mma/swap_ab.cuh", "*= base[row_index(e)]", "*= 1.f", packed_layer_of_one_base, "AssertionError"
     ),
-    "the widest tiles release a stage twice": Fault(
+    "tiles of 64 tokens release a stage twice": Fault(
         "mma/swap_ab.cuh",
         "if (step > 0) release(shared, before);",
         "release(shared, before);",
-        packed_widest_tiles,
+        packed_tiles_of_64,
         "AssertionError|more arrivals|deadlock|livelock",
     ),
     "sums of both projections have the base of the gate": Fault(
         "mma/swap_ab.cuh", ".scale(1) : base[0]", ".scale(0) : base[0]", packed_layer_of_one_base, "AssertionError"
     ),
-    "the widest tiles keep their last stage": Fault(
+    "tiles of 64 tokens keep their last stage": Fault(
         "mma/swap_ab.cuh",
         "        fence_proxy_async();\n        release(shared, s);\n    }\n#pragma",
         "    }\n#pragma",
-        packed_widest_tiles,
+        packed_tiles_of_64,
         "deadlock|livelock",
     ),
     "a part of the tokens is added before its product is there": Fault(
@@ -1517,7 +1517,7 @@ FAULTS = {
         "gate_up_small_batch.cu",
         "slab % kSlabsOfStage * 64",
         "0",
-        wide_packed_batch,
+        packed_batch_of_16,
         "AssertionError",
         multiprocessors=CLUSTERS,
     ),
@@ -1525,7 +1525,7 @@ FAULTS = {
         "gate_up_small_batch.cu",
         "if (last) release(shared, s);",
         "if (first) release(shared, s);",
-        wide_packed_batch,
+        packed_batch_of_16,
         "AssertionError|more arrivals|deadlock",
         multiprocessors=CLUSTERS,
     ),

@@ -40,7 +40,7 @@ DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
 ROWS = (0, 1, 65, 129, 145)
 HIDDEN, INTERMEDIATE, EXPERTS = 1024, 128, 5  # K of both ways to hand out tiles
 CLAMPED = h.MODIFIED[0]  # its kernels compute the others, too
-WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
+COPIES_FROM = GATHER_UP_TO + 128  # channels of experts that read copies of their tokens
 
 
 def check_quantize(gen: torch.Generator, rows: int) -> None:
@@ -173,7 +173,7 @@ def check_pack_mxfp4(gen: torch.Generator, rows: int) -> None:
 def check_packed_mxfp4(gen: torch.Generator, rows: int) -> None:
     """Blocks that span more than SPAN binades take further steps; others small batches, copies or wide tiles."""
     narrow = {rows, min(rows, SMALL_BATCH_TOKENS[-1])}
-    steps = {*((tokens, INTERMEDIATE) for tokens in narrow), *((min(rows, tokens), WIDE) for tokens in (24, 90))}
+    steps = {*((tokens, INTERMEDIATE) for tokens in narrow), *((min(rows, tokens), COPIES_FROM) for tokens in (24, 90))}
     for (tokens, intermediate), span in itertools.product(steps, (SPAN, 30)):
         packed = random_experts(h.seeded(0, CPU), 2, HIDDEN, intermediate, span).packed()
         x, routing = h.random_tokens(gen, tokens, HIDDEN), h.random_routing(gen, "distinct", tokens, 2, 2)
@@ -202,7 +202,7 @@ def check_packed_batched_experts(gen: torch.Generator, rows: int) -> None:
 
 def check_fused_moe(gen: torch.Generator, rows: int) -> None:
     x = h.random_tokens(gen, rows, HIDDEN)
-    for intermediate in (INTERMEDIATE, WIDE):
+    for intermediate in (INTERMEDIATE, COPIES_FROM):
         layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate)
         for kind in h.ROUTINGS:
             weights, ids = h.random_routing(gen, kind, rows, 3, EXPERTS)
@@ -219,7 +219,7 @@ def check_fused_moe(gen: torch.Generator, rows: int) -> None:
 
 
 def check_biases(gen: torch.Generator, rows: int) -> None:
-    for intermediate, weights in itertools.product((INTERMEDIATE, WIDE), set(FORMATS) - set(PACKED_FORMATS)):
+    for intermediate, weights in itertools.product((INTERMEDIATE, COPIES_FROM), set(FORMATS) - set(PACKED_FORMATS)):
         layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate, weights)
         biases = h.random_biases(gen, EXPERTS, HIDDEN, intermediate)
         for tokens in {rows, min(rows, SMALL_BATCH_TOKENS[-1])}:
@@ -231,7 +231,7 @@ def check_biases(gen: torch.Generator, rows: int) -> None:
 
 def check_fp8_channel(gen: torch.Generator, rows: int) -> None:
     x = h.random_tokens(gen, rows, HIDDEN)
-    for intermediate, activation in itertools.product((INTERMEDIATE, WIDE), (SILU, CLAMPED)):
+    for intermediate, activation in itertools.product((INTERMEDIATE, COPIES_FROM), (SILU, CLAMPED)):
         layer = h.random_layer(gen, EXPERTS, HIDDEN, intermediate, FP8_CHANNEL)
         for kind in h.ROUTINGS:
             routing = h.random_routing(gen, kind, rows, 3, EXPERTS)

@@ -18,8 +18,9 @@ from tests import helpers as h
 pytestmark = pytest.mark.gpu
 
 BATCHES, LONGEST, KEPT = 500, 4096, 16  # batches, tokens of one, rows that each of them holds if it has as many
-# Experts, hidden, intermediate and topk: narrow experts with a long K as in DeepSeek-V3 on 8 ranks, wide ones, Qwen3.
-LAYERS = {"dsv3-tp8": (64, 7168, 256, 8), "wide": (16, 1024, 2048, 4), "qwen3": (128, 2048, 768, 8)}
+# Experts, hidden, intermediate and topk: narrow experts with a long K as in DeepSeek-V3 on 8 ranks, experts that read
+# copies of their tokens, Qwen3.
+LAYERS = {"dsv3-tp8": (64, 7168, 256, 8), "copies": (16, 1024, 2048, 4), "qwen3": (128, 2048, 768, 8)}
 # The last two have more tiles than there are multiprocessors.
 DENSE = [(2112, 7168), (7168, 2048), (576, 16384), (24576, 1536), (17416, 4096)]
 Inputs = tuple[torch.Tensor, ...]

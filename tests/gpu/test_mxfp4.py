@@ -23,7 +23,7 @@ from tests.mxfp4 import CLOSE_EXPONENTS, PACKED_SIZES, Experts, garbage, pack_cl
 
 pytestmark = pytest.mark.gpu
 
-LAYERS = {"flash-tp8": (16, 4096, 256, 6), "wide": (8, 1024, 2048, 2), "one-block": (5, 128, 128, 3)}
+LAYERS = {"flash-tp8": (16, 4096, 256, 6), "copies": (8, 1024, 2048, 2), "one-block": (5, 128, 128, 3)}
 CPU = torch.device("cpu")
 E4M3_STEP = 2**-3  # between two numbers, at most
 NORMAL = 9  # the exponents of a row block then differ by at most 11, see `same_as_fp8`

@@ -17,7 +17,7 @@ from tests import helpers as h
 from tests.steps import combine, quantize_rows, route
 
 EXPERTS, TOPK, HIDDEN, INTERMEDIATE = 8, 3, 384, 256
-WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
+COPIES_FROM = GATHER_UP_TO + 128  # channels of experts that read copies of their tokens
 routings = st.sampled_from(h.ROUTINGS)
 few_and_more = pytest.mark.parametrize("tokens", [7, 65])  # a small batch has kernels of its own
 
@@ -51,15 +51,15 @@ def test_every_routing_gives_the_layer(device, tokens, kind, experts, seed):
     assert_accurate(run(*call), *call)
 
 
-@pytest.mark.parametrize("intermediate", [EARLY_FROM, WIDE])
+@pytest.mark.parametrize("intermediate", [EARLY_FROM, COPIES_FROM])
 @pytest.mark.parametrize("tokens", [100, 1000])
-def test_wide_experts_give_the_layer(device, tokens, intermediate):
+def test_experts_of_many_channels_give_the_layer(device, tokens, intermediate):
     call = random_call(h.seeded(tokens, device), tokens, experts=3, intermediate=intermediate)
     assert_accurate(run(*call), *call)
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
-@pytest.mark.parametrize("intermediate", [INTERMEDIATE, WIDE])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, COPIES_FROM])
 @pytest.mark.parametrize("tokens", [7, 65, 700])
 def test_tokens_that_arrive_quantized_give_the_same_bits(device, monkeypatch, tokens, intermediate, ue8m0):
     h.force_step(monkeypatch)  # no small batch, which only bfloat16 tokens take

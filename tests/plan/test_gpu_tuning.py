@@ -30,7 +30,7 @@ from tests import helpers as h
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 TUNED = GpuTuning(few_rows_per_expert=56, small_batch_bytes=0, early_below=96, spare_multiprocessors=0)
-WIDE, NARROW = LayerSpec(MoeShape(8, 7168, 2048, 256, 256)), LayerSpec(MoeShape(8, 7168, 256, 256, 256))
+MANY_CHANNELS, FEW_CHANNELS = LayerSpec(MoeShape(8, 7168, 2048, 256, 256)), LayerSpec(MoeShape(8, 7168, 256, 256, 256))
 
 
 @pytest.fixture(autouse=True)
@@ -134,34 +134,34 @@ def test_a_file_that_is_missing_is_refused(path: Path) -> None:
 def test_plans_follow_the_tuning() -> None:
     default, tuned = BACKENDS[SM90], BACKENDS[SM90].tuned(TUNED)
     assert tuned.tuning == TUNED
-    assert isinstance(default.plan_layer(NARROW, 8, 132).choices, SmallBatchStep)
-    assert not isinstance(tuned.plan_layer(NARROW, 8, 132).choices, SmallBatchStep)
+    assert isinstance(default.plan_layer(FEW_CHANNELS, 8, 132).choices, SmallBatchStep)
+    assert not isinstance(tuned.plan_layer(FEW_CHANNELS, 8, 132).choices, SmallBatchStep)
     for rows, few in ((40, (True, True)), (56, (False, True)), (57, (False, False))):
-        plans = [backend.plan_layer(WIDE, 32 * rows, 132).choices for backend in (default, tuned)]
+        plans = [backend.plan_layer(MANY_CHANNELS, 32 * rows, 132).choices for backend in (default, tuned)]
         assert tuple(plan.tile.streams_weights for plan in plans) == few
         grouped = [
             backend.plan_grouped(Grouping(GroupedBy.COUNTS), 128 * 32, 32, 4096, 7168, rows, 132).choices
             for backend in (default, tuned)
         ]
         assert tuple(plan.tile.streams_weights for plan in grouped) == few
-    keeps = [backend.plan_layer(NARROW, 32 * 128, 132).choices.keep_b for backend in (default, tuned)]
+    keeps = [backend.plan_layer(FEW_CHANNELS, 32 * 128, 132).choices.keep_b for backend in (default, tuned)]
     assert keeps == [False, True]
-    batched = [backend.plan_batched(NARROW, 512, 128, 132).choices.down for backend in (default, tuned)]
+    batched = [backend.plan_batched(FEW_CHANNELS, 512, 128, 132).choices.down for backend in (default, tuned)]
     assert len(set(batched)) == 2
-    clusters = [plan_layer(NARROW, 16, 132, GpuTuning(spare_multiprocessors=spare)).clusters for spare in (0, 8)]
+    clusters = [plan_layer(FEW_CHANNELS, 16, 132, GpuTuning(spare_multiprocessors=spare)).clusters for spare in (0, 8)]
     assert clusters == [16, 15]
-    assert isinstance(plan_push(NARROW, 4, 2, 132).layer, SmallBatchStep)
-    assert not isinstance(plan_push(NARROW, 4, 2, 132, TUNED).layer, SmallBatchStep)
+    assert isinstance(plan_push(FEW_CHANNELS, 4, 2, 132).layer, SmallBatchStep)
+    assert not isinstance(plan_push(FEW_CHANNELS, 4, 2, 132, TUNED).layer, SmallBatchStep)
 
 
 def test_packed_experts_have_thresholds_of_their_own() -> None:
-    narrow, wide = NARROW._replace(weights=PACKED_MXFP4), WIDE._replace(weights=PACKED_MXFP4)
+    few, many = FEW_CHANNELS._replace(weights=PACKED_MXFP4), MANY_CHANNELS._replace(weights=PACKED_MXFP4)
     of_packed = GpuTuning(packed_few_rows_per_expert=40, packed_small_batch_bytes=0)
     for thresholds, packed_changes in ((TUNED, False), (of_packed, True)):
         backend = BACKENDS[SM90].tuned(thresholds)
-        assert isinstance(backend.plan_layer(NARROW, 4, 132).choices, SmallBatchStep) == packed_changes
-        assert isinstance(backend.plan_layer(narrow, 4, 132).choices, SmallBatchStep) != packed_changes
-        plans = backend.plan_layer(wide, 32 * 56, 132), backend.plan_batched(wide, 512, 56, 132)
+        assert isinstance(backend.plan_layer(FEW_CHANNELS, 4, 132).choices, SmallBatchStep) == packed_changes
+        assert isinstance(backend.plan_layer(few, 4, 132).choices, SmallBatchStep) != packed_changes
+        plans = backend.plan_layer(many, 32 * 56, 132), backend.plan_batched(many, 512, 56, 132)
         assert [plan.choices.tile is PACKED_FEW_ROWS for plan in plans] == [not packed_changes] * 2
 
 
@@ -188,7 +188,7 @@ def test_wide_tiles_follow_rows_and_channels(intermediate: int, few_rows: int, r
 def test_plans_of_both_do_not_mix() -> None:
     assert BACKENDS[SM90].tuned(UNTUNED) is BACKENDS[SM90]
     assert BACKENDS["sm_89"].tuned(TUNED) is BACKENDS["sm_89"]
-    plans = [BACKENDS[SM90].tuned(each).plan_layer(NARROW, 1, 132) for each in (UNTUNED, TUNED, UNTUNED)]
+    plans = [BACKENDS[SM90].tuned(each).plan_layer(FEW_CHANNELS, 1, 132) for each in (UNTUNED, TUNED, UNTUNED)]
     assert plans[0] is plans[2]
     assert plans[0] is not plans[1]
 

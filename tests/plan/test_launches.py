@@ -23,7 +23,7 @@ from tests import helpers as h
 from tests.mxfp4 import random_experts
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 256, 128, 4, 2
-WIDE = GATHER_UP_TO + 128  # experts that read copies of their tokens
+COPIES_FROM = GATHER_UP_TO + 128  # channels of experts that read copies of their tokens
 CPU = torch.device("cpu")
 ADDRESSES = LayerAddresses(*(2**40 + i * 2**36 for i in range(len(LayerAddresses._fields))))
 
@@ -43,7 +43,7 @@ def launches_of(device: h.Recorder, step: SortedStep | SmallBatchStep) -> dict[s
 
 
 @pytest.mark.parametrize("tokens", [17, 48, 383, 384, 1000])
-@pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, WIDE])
+@pytest.mark.parametrize("intermediate", [INTERMEDIATE, EARLY_FROM, COPIES_FROM])
 def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, intermediate):
     """GEMM 2 overlaps with GEMM 1, which counts finished rows; quantize overlaps with route if GEMM 1 gathers."""
     step = h.plan_step(MoeShape(TOPK, HIDDEN, intermediate, EXPERTS, EXPERTS), tokens)
@@ -65,7 +65,7 @@ def test_kernels_that_start_early_follow_those_they_may_overlap(device, tokens, 
 def test_layers_launch_what_their_plan_names_and_nothing_else(device, ue8m0):
     gen = h.seeded(0, CPU)
     hiddens = (HIDDEN, 2048, 4096, 4224)  # one for each small-batch kernel
-    for hidden, intermediate in (*((hidden, INTERMEDIATE) for hidden in hiddens), (HIDDEN, WIDE)):
+    for hidden, intermediate in (*((hidden, INTERMEDIATE) for hidden in hiddens), (HIDDEN, COPIES_FROM)):
         layer = h.random_layer(gen, EXPERTS, hidden, intermediate)
         for tokens in (1, 7, 9, 16, 64, 128, 129, 1000):
             x = h.random_tokens(gen, tokens, hidden)
@@ -98,8 +98,8 @@ def test_batched_experts_launch_what_their_plan_names_and_nothing_else(device, u
     for expected_m in (1, 64, 65, 1000):
         counts = torch.zeros(EXPERTS, dtype=torch.int32)
         batched_experts(*tokens, *layer, counts, expected_m=expected_m, ue8m0=ue8m0)
-    wide = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, WIDE)
-    batched_experts(*tokens, *wide, counts, expected_m=1000, ue8m0=ue8m0)
+    many_channels = h.random_layer(h.seeded(0, CPU), EXPERTS, HIDDEN, COPIES_FROM)
+    batched_experts(*tokens, *many_channels, counts, expected_m=1000, ue8m0=ue8m0)
     assert device.keys == set(h.moe_kernels(ue8m0, Arrival.BATCHED))
 
 

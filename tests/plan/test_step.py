@@ -66,8 +66,8 @@ def test_expected_rows_with_equal_choices_share_a_plan(target: str) -> None:
 def test_a_small_batch_is_one_of_few_tokens_and_few_bytes():
     for shape in (DEEPSEEK_V3_TP8, QWEN3_30B, DEEPSEEK_V3_EP8):
         assert [padded_tokens(shape, tokens) for tokens in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
-    wide_experts = DEEPSEEK_V3._replace(intermediate=8192)
-    assert [padded_tokens(wide_experts, tokens) for tokens in (1, 6, 7)] == [8, 8, 0]
+    many_channels = DEEPSEEK_V3._replace(intermediate=8192)
+    assert [padded_tokens(many_channels, tokens) for tokens in (1, 6, 7)] == [8, 8, 0]
     assert padded_tokens(MoeShape(33, 128, 128, 4, 4), 8) == padded_tokens(MoeShape(8, 8192 + 128, 128, 4, 4), 1) == 0
 
 

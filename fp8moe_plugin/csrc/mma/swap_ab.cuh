@@ -159,8 +159,8 @@ DEVICE void multiply_stage(SharedMemory shared, int stage, int row, TokenScale t
     for (int slab = 0; slab < kSlabs; ++slab)
         wgmma_issue(product[slab], weights.operand(row + slab * 64), shared.tokens(stage, 0));
     wgmma_commit();
-    // Before the wait: producers would overwrite them in a released stage while they are being read. The widest tiles
-    // of decoded weights have no registers for that, and end their reads with a fence.
+    // Before the wait: producers would overwrite them in a released stage while they are being read. Tiles of 64
+    // tokens of decoded weights have no registers for that, and end their reads with a fence.
     constexpr bool kScalesFirst = !kDecodedToRegisters || kTokens < 64;
     if constexpr (!kScalesFirst) wgmma_finish(product);
     const Scales scales(weights, token_scale, others...);
@@ -195,8 +195,8 @@ DEVICE void multiply_stages(SharedMemory shared, Ring<kStages>& ring, int steps,
 template <int kTokens, int kBases, class Scales, class SharedMemory, int kStages>
 DEVICE void multiply_packed_stages(SharedMemory shared, Ring<kStages>& ring, int steps, int row, int first_token,
                                    Fragment<kTokens> (&sum)[1]) {
-    // The widest tiles have no registers for scales before the wait. Their stages are released behind the next wait,
-    // when these have arrived for certain.
+    // Tiles of 64 tokens have no registers for scales before the wait. Their stages are released behind the next wait,
+    // when the scales have arrived for certain.
     constexpr bool kReleaseLate = kTokens >= 64;
     const int token = first_token + Scales::place(fragment_column(threadIdx.x));
     float base[2];

@@ -9,8 +9,8 @@ from fp8moe_plugin.plan.keys import KernelKey
 from fp8moe_plugin.plan.sm90.catalog import cluster_of
 from fp8moe_plugin.plan.sm90.constants import (
     BOX_ROWS,
+    FEW_ROWS_TALL_BOX,
     FEW_ROWS_TILE_N,
-    FEW_ROWS_WIDE_BOX,
     SWIZZLE_ROWS,
     TAIL_ROWS,
 )
@@ -194,7 +194,7 @@ def grouped_gemm_few_rows_launch(
         blocks,
         key.arguments(
             a_map=rows_map(a, SWIZZLE_ROWS),
-            a_wide_map=rows_map(a, FEW_ROWS_WIDE_BOX),
+            a_tall_map=rows_map(a, FEW_ROWS_TALL_BOX),
             b_map=weights_map(b, FEW_ROWS_TILE_N, STREAMED_L2_FETCH),
             a_scales=a.scales,
             a_scale_expert_stride=a.scale_group,

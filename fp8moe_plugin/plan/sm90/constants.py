@@ -24,7 +24,7 @@ SCALE_TILE_ROWS, SCALE_TILE_K = 64, 32  # rows and K blocks that a block of tran
 
 SWIZZLE_ROWS = 8  # rows of a swizzle atom: the finest unit in which rows can be loaded
 BOX_ROWS = 64  # rows that a math warpgroup multiplies, in the kernels for many rows
-FEW_ROWS_WIDE_BOX = 32  # rows of a wide box of grouped_gemm_few_rows; the rest of a tile comes in SWIZZLE_ROWS
+FEW_ROWS_TALL_BOX = 32  # rows of a tall box of grouped_gemm_few_rows; the rest of a tile comes in SWIZZLE_ROWS
 FEW_ROWS_TILE_N = 128  # columns per tile of grouped_gemm_few_rows
 WIDE_FEW_ROWS_TILE_N = 256  # the same, in wide tiles
 DENSE_FEW_ROWS_TILE_N = 64  # columns per tile of dense_gemm_few_rows

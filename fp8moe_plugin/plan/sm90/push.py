@@ -99,9 +99,9 @@ def pushes_rows(spec: LayerSpec, ranks: int, rows: int, tuning: GpuTuning = UNTU
     Without its kernel for many rows, a step is short, and has few bytes to push. Narrow experts have less arithmetic
     for each row that is pushed, and GEMM 1 could not gather their tokens.
     """
-    wide = spec.shape.intermediate > GATHER_UP_TO
+    many_channels = spec.shape.intermediate > GATHER_UP_TO
     fits = rows <= most_pushed_rows(ranks, spec.shape.topk, spec.shape.global_experts)
-    return may_push_rows(spec) and wide and fits and tile_of_step(spec, ranks * rows, tuning) == MANY_ROWS
+    return may_push_rows(spec) and many_channels and fits and tile_of_step(spec, ranks * rows, tuning) == MANY_ROWS
 
 
 class PushScratch(NamedTuple):
