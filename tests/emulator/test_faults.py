@@ -1425,11 +1425,18 @@ FAULTS = {
     "the second slab is added to the sums of the first": Fault(
         "mma/swap_ab_parts.cuh", "sum[kUnit % kSlabs][kBegin", "sum[0][kBegin", packed_parts, "AssertionError"
     ),
-    "a slab is staged before the one before it has been read": Fault(
+    "a result is staged before the one before it has been read": Fault(
         "epilogue/store_transposed.cuh",
         "    warpgroup_barrier(warpgroup);  // the staging buffer is free\n",
         "",
-        packed_parts,
+        packed_tiles_of_64,
+        "AssertionError",
+    ),
+    "threads exchange channels that they keep": Fault(
+        "epilogue/store_transposed.cuh",
+        "odd ? first : second, 1",
+        "odd ? second : first, 1",
+        packed_layer,
         "AssertionError",
     ),
     "the second slab has the rows of the first": Fault(

@@ -280,3 +280,9 @@ DEVICE void store_matrix_x2_transposed(u32 address, u32 a, u32 b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
                  : "memory");
 }
+// Transposes an 8x8 matrix of 16-bit values in a warp's registers.
+DEVICE u32 transpose_matrix(u32 two) {
+    u32 transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(two));
+    return transposed;
+}

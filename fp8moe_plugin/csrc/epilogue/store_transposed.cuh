@@ -1,14 +1,16 @@
-// Stores a transposed (swap-AB) result: a warpgroup's 64 channels by a few tokens, transposed in shared memory.
+// Stores a transposed (swap-AB) result: a warpgroup's 64 channels by a few tokens.
 #pragma once
+#include "device/fragment.cuh"
 #include "device/ptx.cuh"
 
-// Rows of the fragment are channels, columns are tokens. `staging` has room for kTokens rows of 128 bytes, swizzled,
-// and belongs to this warpgroup. `row_of(token)` is the address of its row, of n channels.
+// Transposes it in shared memory. Rows of the fragment are channels, columns are tokens. `staging` has room for kTokens
+// rows of 128 bytes, swizzled, and belongs to this warpgroup. `row_of(token)` is the address of its row, of n channels.
 template <int kTokens, class RowOf>
 DEVICE void store_transposed(u32 staging, int warpgroup, RowOf row_of, int n, int rows, int column,
                              const float (&sum)[kTokens / 2]) {
     constexpr int kChunks = 8;  // of 8 channels, 16 bytes
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    asm volatile("" : "+r"(lane));  // what depends on it takes registers only here, not already in a caller's loop
     auto chunk_at = [&](int token, int chunk) { return staging + token * 128 + (chunk ^ token % 8) * 16; };
     warpgroup_barrier(warpgroup);  // the staging buffer is free
 #pragma unroll
@@ -24,20 +26,23 @@ DEVICE void store_transposed(u32 staging, int warpgroup, RowOf row_of, int n, in
     }
 }
 
-// The same for slabs of 64 channels, one after the other, at most kPart tokens at once. `staging` has room for as many.
-template <int kTokens, int kPart, int kSlabs, class RowOf>
-DEVICE void store_transposed_in_parts(u32 staging, int warpgroup, RowOf row_of, int n, int rows, int column,
-                                      const float (&sum)[kSlabs][kTokens / 2]) {
-    asm volatile("" : "+r"(rows));  // what depends on it takes registers only here, not already in a caller's loop
+// The same without shared memory, for fewer tokens than pay for its barriers: a warp transposes its 16 channels in
+// registers. A transposed matrix of 8 channels by 8 tokens leaves two channels of a token to a thread. Neighbours
+// exchange two, so that each stores four, and four threads all 16, a sector.
+template <int kTokens, class RowOf>
+DEVICE void store_transposed_in_registers(RowOf row_of, int n, int rows, int column, const float (&sum)[kTokens / 2]) {
+    int lane = lane_of_warp();
+    asm volatile("" : "+r"(lane));  // as above
+    const bool odd = lane % 2;      // has channels of the second matrix
+    const int channel = column + warp_row(threadIdx.x) + odd * 8 + lane % 4 / 2 * 4;
 #pragma unroll
-    for (int first = 0; first < kTokens; first += kPart)
-#pragma unroll
-        for (int slab = 0; slab < kSlabs; ++slab) {
-            float part[kPart / 2];
-#pragma unroll
-            for (int e = 0; e < kPart / 2; ++e) part[e] = first / 2 + e < kTokens / 2 ? sum[slab][first / 2 + e] : 0.f;
-            auto row_from = [&](int token) { return row_of(first + token); };
-            store_transposed<kPart>(staging, warpgroup, row_from, n, min(rows - first, kPart), column + slab * 64,
-                                    part);
-        }
+    for (int i = 0; i < kTokens / 8; ++i) {
+        const u32 first = transpose_matrix(pack_bf16x2(sum[4 * i], sum[4 * i + 1]));
+        const u32 second = transpose_matrix(pack_bf16x2(sum[4 * i + 2], sum[4 * i + 3]));
+        const u32 other = __shfl_xor_sync(kAllLanes, odd ? first : second, 1);
+        const int token = i * 8 + lane / 4;
+        if (token < rows && channel < n)
+            *reinterpret_cast<uint2*>(row_of(token) + channel) =
+                odd ? make_uint2(other, second) : make_uint2(first, other);
+    }
 }

@@ -43,6 +43,7 @@ enum Collective {
     kElect,
     kMma,
     kStoreMatrix,
+    kTransposeMatrix,
     kWgmma,
     kWgmmaFence,
     kWgmmaCommit,
@@ -50,6 +51,7 @@ enum Collective {
 };
 const u64* collect(Collective kind, u32 mask, u64 value);  // the values of all lanes, once those of the mask have come
 void store_matrix(u32 row_address, const u32* values, int count, bool transposed);
+u32 transpose_matrix(u32 two);
 void wgmma_issue(float* d, u64 a, u64 b, bool accumulate, int n);
 void wgmma_issue_registers(float* d, const u32* a, u64 b, bool accumulate, int n);
 void wgmma_fence();

@@ -95,6 +95,7 @@ inline void stmatrix_sync_aligned_m8n8_x2_trans_shared_b16(u32 row, u32 a, u32 b
     const u32 values[] = {a, b};
     emu::store_matrix(row, values, 2, true);
 }
+inline void movmatrix_sync_aligned_m8n8_trans_b16(u32& transposed, u32 two) { transposed = emu::transpose_matrix(two); }
 inline void ld_acquire_gpu_global_s32(int& to, const int* from) {
     emu::poll();
     to = *from;

@@ -1,4 +1,5 @@
-// wgmma and stmatrix. A warp multiplies its 16 of 64 rows, in order, some time between issue and the end of its wait.
+// wgmma, stmatrix and movmatrix. A warp multiplies its 16 of 64 rows, in order, some time between issue and the end of
+// its wait.
 #include <algorithm>
 #include <cmath>
 #include "state.h"
@@ -179,5 +180,12 @@ void store_matrix(u32 row_address, const u32* values, int count, bool transposed
         memcpy(shared_of(*self()->cta, address, 16) + column * 2, &value, 2);
         wrote_shared(address, 16);
     }
+}
+
+u32 transpose_matrix(u32 two) {
+    const u64* rows = collect(kTransposeMatrix, ~0u, two);
+    const int row = current->lane / 4, column = current->lane % 4 * 2;
+    auto value = [&](int i, int j) { return u32(rows[i * 4 + j / 2]) >> 16 * (j % 2) & 0xFFFF; };
+    return value(column, row) | value(column + 1, row) << 16;
 }
 }  // namespace emu
