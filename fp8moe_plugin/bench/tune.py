@@ -59,9 +59,9 @@ class Threshold(NamedTuple):
         return [*self.tokens, *(rows * shape.global_experts // shape.topk for rows in self.rows_per_expert)]
 
 
-BYTES = tuple(mib << 20 for mib in (0, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192))
+BYTES = tuple(mib << 20 for mib in (0, 64, 128, 256, 320, 512, 768, 1024, 2048, 4096, 8192))
 FEW_TOKENS = (1, 2, 4, 8, 12, 16)
-ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 70, 96, 128)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 60, 66, 96, 128)
 THRESHOLDS = (
     Threshold("spare_multiprocessors", (0, 8, 16, 24), tokens=(4, 8, 12, 16)),
     Threshold("small_batch_bytes", BYTES, tokens=FEW_TOKENS),

@@ -19,10 +19,10 @@ BATCHED_FEW_ROWS = 28
 
 # The most rows per expert, on average, for which a step of experts in packed MXFP4 runs the kernels for few rows with
 # tiles of 64 rows. Those for many decode weights once for up to 256. Of batched experts, the rows that are expected.
-# Measured: layers of five shapes take 0.93 to 0.99 of the time of the kernels for many rows with 66 rows per expert,
-# with 68 and 69 0.93 to 1.00, with 72 0.98 to 1.03 ([143]).
+# Measured: layers of four shapes take 0.97 to 0.99 of the time with wide tiles with 56 rows per expert, 1.00 to 1.03
+# with 60, 1.06 to 1.09 with 64; experts of 512 and 256 channels, without them, 0.94 and 0.97 with 60 ([153]).
 # Measure again: when either change, and `MXFP4_ROWS_PER_EXPERT` with it; on an H100; batched experts.
-PACKED_FEW_ROWS_PER_EXPERT = 70
+PACKED_FEW_ROWS_PER_EXPERT = 60
 
 # The same for the kernels for few rows with wide tiles, which hold 120 rows. If that is 0, no step has wide tiles.
 # Measured: layers of three shapes take 0.84 and 0.85 of the time of the kernels for many rows with 72 to 75 rows per
@@ -91,10 +91,10 @@ KEEP_B_UP_TO = 256
 SMALL_BATCH_BYTES = 2**33
 
 # The same for up to eight tokens of experts in packed MXFP4.
-# Measured: two to eight tokens of DeepSeek-V4-Flash, 160 to 640 MB, take 0.82, 0.87, 0.90, 0.91, 0.94 and 0.99 of the
-# time with the other kernels, eight of a rank of V4-Pro, 280 MB, 0.82, and eight of gpt-oss, 440 MB, 0.98 ([115]).
-# Measure again: more than 640 MB.
-PACKED_SMALL_BATCH_BYTES = 2**30
+# Measured: steps that read 320 MB take 0.98 and 1.00 of the time with the other kernels, six tokens of gpt-oss, 331 MB,
+# 1.02, eight of V4-Flash, 640 MB, 1.09 and 1.14, two to eight of smaller layers 0.52 to 0.97 ([153]).
+# Measure again: when kernels for few rows of packed MXFP4 change.
+PACKED_SMALL_BATCH_BYTES = 5 * 2**26
 
 # The same for nine to sixteen tokens, where it is less.
 # Measured: nine and twelve tokens of an eighth of DeepSeek-V4-Flash's channels, 90 and 120 MB, take 0.82 and 0.93 of

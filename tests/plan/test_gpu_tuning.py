@@ -78,8 +78,8 @@ def test_the_document_names_what_differs_on_an_h100() -> None:
 def test_a_file_for_this_gpu_is_used_and_logged(path: Path, plugin_log: pytest.LogCaptureFixture) -> None:
     plugin_log.set_level(logging.INFO, "fp8moe")
     assert tuning_of(H200) == TUNED
-    values = "few_rows_per_expert 56 (default 40), packed_few_rows_per_expert 70, "
-    values += "small_batch_bytes 0 (default 8589934592), packed_small_batch_bytes 1073741824, "
+    values = "few_rows_per_expert 56 (default 40), packed_few_rows_per_expert 60, "
+    values += "small_batch_bytes 0 (default 8589934592), packed_small_batch_bytes 335544320, "
     values += "early_below 96 (default 192), spare_multiprocessors 0 (default 8)"
     assert plugin_log.messages == [f"fp8moe: FP8MOE_TUNING={path}: {values}"]
 
@@ -168,11 +168,11 @@ def test_packed_experts_have_thresholds_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("intermediate", "few_rows", "rows", "wide"),
     [
-        (1024, 70, 70, False),
-        (1024, 70, 71, True),
-        (1024, 70, 100, True),
-        (1024, 70, 101, False),
-        (896, 70, 100, False),
+        (1024, 60, 60, False),
+        (1024, 60, 61, True),
+        (1024, 60, 100, True),
+        (1024, 60, 101, False),
+        (896, 60, 100, False),
         (1024, 1, 2, True),
         (1024, 0, 1, False),
         (1024, 0, 100, False),

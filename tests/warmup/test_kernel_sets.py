@@ -31,9 +31,9 @@ def test_each_kernel_has_a_reason_of_its_own(models: dict[str, Model]) -> None:
 
 def test_prefill_begins_where_wide_tiles_end(models: dict[str, Model]) -> None:
     reasons = " ".join(model_kernels(models["DeepSeek-V4-Flash"]).values())
-    assert "in steps of 2987 to 4266 tokens" in reasons
+    assert "in steps of 2561 to 4266 tokens" in reasons
     assert "in steps of more than 4266 tokens: prefill" in reasons
-    assert "more than 2986" not in reasons
+    assert "more than 2560" not in reasons
 
 
 @pytest.mark.parametrize("name", SERVED)
