@@ -39,8 +39,7 @@ static_assert(kProducerRegisters + kMathWarpgroups * kMathRegisters == (1 + kMat
 constexpr int kFullArrivals = 2;  // of a stage: the announced bytes, and the landed 4-byte copies
 constexpr int kProducerBarrier = 1 + kMathWarpgroups;
 constexpr int kBlockTokens = kTileTokens;
-constexpr int kMostInRegisters = kWideTiles ? kBlockTokens : 16;  // tokens of a result, see store_transposed
-constexpr int kStagedTokens = kMostInRegisters < kBlockTokens ? kBlockTokens : 0;
+constexpr int kStagedTokens = kWideTiles ? 0 : kBlockTokens;                  // of a result
 constexpr int kBoxTokens = SWIZZLE_ROWS, kTallBoxTokens = FEW_ROWS_TALL_BOX;  // of one TMA load
 
 template <int kCount>
@@ -199,7 +198,7 @@ DEVICE void compute_tile(SharedMemory shared, Ring<kStages>& ring, const Operand
         biases.add_to(sum);
         auto row_of = [&](int token) { return d + i64(tile.row + token) * in.n; };
         const int channel = column * kBlockN + warpgroup * kWarpgroupN;
-        if constexpr (kTokens <= kMostInRegisters)
+        if constexpr (kWideTiles)
 #pragma unroll
             for (int slab = 0; slab < kSlabs; ++slab)
                 store_transposed_in_registers<kTokens>(row_of, in.n, tile.rows, channel + slab * kFragmentRows,

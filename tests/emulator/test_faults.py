@@ -1436,7 +1436,7 @@ FAULTS = {
         "epilogue/store_transposed.cuh",
         "odd ? first : second, 1",
         "odd ? second : first, 1",
-        packed_layer,
+        packed_parts,
         "AssertionError",
     ),
     "the second slab has the rows of the first": Fault(

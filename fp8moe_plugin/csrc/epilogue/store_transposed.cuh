@@ -10,7 +10,6 @@ DEVICE void store_transposed(u32 staging, int warpgroup, RowOf row_of, int n, in
                              const float (&sum)[kTokens / 2]) {
     constexpr int kChunks = 8;  // of 8 channels, 16 bytes
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    asm volatile("" : "+r"(lane));  // what depends on it takes registers only here, not already in a caller's loop
     auto chunk_at = [&](int token, int chunk) { return staging + token * 128 + (chunk ^ token % 8) * 16; };
     warpgroup_barrier(warpgroup);  // the staging buffer is free
 #pragma unroll
@@ -26,13 +25,13 @@ DEVICE void store_transposed(u32 staging, int warpgroup, RowOf row_of, int n, in
     }
 }
 
-// The same without shared memory, for fewer tokens than pay for its barriers: a warp transposes its 16 channels in
-// registers. A transposed matrix of 8 channels by 8 tokens leaves two channels of a token to a thread. Neighbours
-// exchange two, so that each stores four, and four threads all 16, a sector.
+// The same without shared memory: a warp transposes its 16 channels in registers. That takes more instructions from 24
+// tokens on, but leaves the shared memory to stages. A transposed matrix of 8 channels by 8 tokens leaves two channels
+// of a token to a thread. Neighbours exchange two, so that each stores four, and four threads all 16, a sector.
 template <int kTokens, class RowOf>
 DEVICE void store_transposed_in_registers(RowOf row_of, int n, int rows, int column, const float (&sum)[kTokens / 2]) {
     int lane = lane_of_warp();
-    asm volatile("" : "+r"(lane));  // as above
+    asm volatile("" : "+r"(lane));  // what depends on it takes registers only here, not already in a caller's loop
     const bool odd = lane % 2;      // has channels of the second matrix
     const int channel = column + warp_row(threadIdx.x) + odd * 8 + lane % 4 / 2 * 4;
 #pragma unroll
